@@ -18,8 +18,8 @@ import numpy as np
 
 from pallas_kernels.primitives.platform import target_device
 from xlafuse.fusion.binding import Binding, is_permuted, is_whole, order_of
-from xlafuse.fusion.dropout import drops, is_dropped
-from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, is_free
+from xlafuse.fusion.dropout import is_dropped
+from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, behind
 from xlafuse.fusion.prepare import Normed, of_hidden, with_positions, with_weight
 from xlafuse.fusion.projection import project
 from xlafuse.fusion.schedule import is_acyclic
@@ -31,7 +31,6 @@ _PRODUCTS = ("linear", "gated_linear", "qkv_projection")
 _NORMS = ("rms_norm", "layer_norm")
 _PARTS = ("rotation", "dequantized")
 _ALONE = "one array is rotated at a time, and rope rotates query and key together"
-_WEIGHTS_DROPPED = "the program drops weights at random; attention draws its mask by a generator of its own"
 _DRAWN = "the operation draws its mask by a generator of its own, and other elements than the program's would be zero"
 
 
@@ -61,11 +60,6 @@ def combined(
         Refusal(operation="dropout_residual_norm", value=site.results[0], reason=_DRAWN)
         for site in together
         if site.operation in _NORMS and any(is_dropped(binding.value) for binding in site.arrays.values())
-    ]
-    refused += [
-        Refusal(operation="attention", value=site.results[0], reason=_WEIGHTS_DROPPED)
-        for site in together
-        if site.operation == "softmax" and drops(site.results[0])
     ]
     wanted = [site for site in together if site.operation not in _PARTS and combination.is_wanted(site.operation)]
     called, written, more = worthwhile(graph, wanted, combination.implementation, keeps_all=ops is not None)
@@ -126,7 +120,7 @@ class Combination:
     def _add(self, site: Site) -> None:
         self._sites[id(site)] = site
         self._producers |= dict.fromkeys(site.results, site)
-        self._owners |= {equation: site for equation in site.covered if not is_free(equation)}
+        self._owners |= dict.fromkeys(site.own, site)
 
     def replace(self, old: Iterable[Site], new: Iterable[Site]) -> None:
         """Puts new sites in the place of old ones."""
@@ -155,20 +149,16 @@ class Combination:
 
     def producer_of(self, binding: Binding) -> Site | None:
         """Returns the site whose first result an argument is, possibly reshaped; None for a transposed result."""
-        value = binding.value
         if not is_whole(binding):
             return None
-        while value not in self._producers and value.primitive == "reshape" and value.equation is not None:
-            value = value.equation.inputs[0]
+        value = behind(binding.value, ("reshape",), self._producers)
         producer = self._producers.get(value)
         is_given = producer is not None and producer.results[0] is value and not is_permuted(producer.orders[0])
         return producer if is_given else None
 
     def origin(self, value: Value) -> Site | None:
         """Returns the site that a value comes from, in any layout."""
-        while value not in self._producers and value.primitive in LAYOUTS and value.equation is not None:
-            value = value.equation.inputs[0]
-        return self._producers.get(value)
+        return self._producers.get(behind(value, ends=self._producers))
 
     def readers(self, value: Value) -> set[Site | None]:
         """Returns the sites that read a value; None stands for other readers."""

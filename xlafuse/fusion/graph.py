@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,6 +147,23 @@ LAYOUTS = frozenset((
 def is_free(equation: Equation) -> bool:
     """Returns whether an equation may be computed twice: it changes a layout, casts, or depends on no data."""
     return equation.primitive in LAYOUTS or equation.is_constant
+
+
+def before(value: Value, primitives: Collection[str], most: int) -> Iterator[Value]:
+    """Yields a value and those that it is computed from by some primitives, the nearest first; about `most` of them."""
+    found, known = [value], {value}
+    for each in found:
+        yield each
+        if each.equation is not None and each.primitive in primitives and len(found) < most:
+            found += [inner for inner in dict.fromkeys(each.equation.inputs) if inner not in known]
+            known.update(each.equation.inputs)
+
+
+def behind(value: Value, primitives: Collection[str] = LAYOUTS, ends: Collection[Value] = ()) -> Value:
+    """Returns the value that another one is a layout or a cast of, or the first of `ends` on the way to it."""
+    while value.equation is not None and value.primitive in primitives and value not in ends:
+        value = value.equation.inputs[0]
+    return value
 
 
 _MOST_CONSTANTS = 2**22

@@ -102,10 +102,10 @@ def _without_overlap(graph: Graph, candidates: Sequence[Site]) -> tuple[tuple[Si
     refused: list[Refusal] = []
     taken: set[Equation] = set()
     for site in sorted(candidates, key=_weight, reverse=True):
-        own = {equation for equation in site.covered if not is_free(equation)}
+        own = site.own
         if own & taken:
             continue
-        escaping = next((value for value in _inner(site, own) if _escapes(value, site, returned)), None)
+        escaping = next((value for value in _inner(site) if _escapes(value, site, returned)), None)
         if escaping is not None:
             what = f"{noun(escaping)}, {escaping.dtype}{list(escaping.shape)}"
             reason = f"a value inside it ({what}) is {_use(escaping, site, returned)}, too"
@@ -125,7 +125,7 @@ def _reading_only_results(sites: Sequence[Site], refused: list[Refusal]) -> tupl
     while place < len(kept):
         site = kept[place]
         results = {value for each in kept for value in each.results}
-        owners = {equation: each for each in kept for equation in each.covered if not is_free(equation)}
+        owners = {equation: each for each in kept for equation in each.own}
         arrays, place = dict(site.arrays), place + 1
         for name, binding in site.arrays.items():
             inner = _equation_computing(binding.value, results)
@@ -174,13 +174,12 @@ def _read_as_result(binding: Binding, producer: Site) -> Binding | None:
 
 def _weight(site: Site) -> tuple[int, int, int]:
     """Weighs a site by its equations; of equal ones, that with the fewest layouts is the larger."""
-    work = sum(not is_free(equation) for equation in site.covered)
     casts = sum(equation.primitive == "convert_element_type" for equation in site.covered)
-    return work, casts, -len(site.covered)
+    return len(site.own), casts, -len(site.covered)
 
 
-def _inner(site: Site, own: set[Equation]) -> Iterator[Value]:
-    for equation in own:
+def _inner(site: Site) -> Iterator[Value]:
+    for equation in site.own:
         yield from (value for value in equation.outputs if value not in site.results)
 
 

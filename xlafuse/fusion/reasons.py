@@ -12,11 +12,11 @@ from typing import Any
 
 from xlafuse.fusion.binding import equations_between
 from xlafuse.fusion.dropout import is_random
-from xlafuse.fusion.graph import Equation, Value, is_free
+from xlafuse.fusion.graph import Equation, Value, before, behind, is_free
 from xlafuse.fusion.layouts import number
 from xlafuse.fusion.match import Difference, Match, other_number
 from xlafuse.fusion.near import MOST_STEPS, computes_wide, nearest
-from xlafuse.fusion.search import TELLING, Attempt, Search, is_computed_by, origin, pieces_of
+from xlafuse.fusion.search import TELLING, Attempt, Search, is_computed_by, pieces_of
 from xlafuse.fusion.site import Refusal, Site
 from xlafuse.fusion.sites import OPERATIONS, Spelling
 from xlafuse.fusion.terms import BY_ELEMENT
@@ -52,40 +52,23 @@ def refusals(
         if not spelling.may_be_taken:
             list(search.sites(spelling, outside=taken))
     disallowed = [each for each in search.disallowed if not is_taken(each.operation, each.value)]
-    told = {(each.operation, origin(each.value)) for each in disallowed}
+    told = {(each.operation, behind(each.value)) for each in disallowed}
     attempts = {
         (operation, value): sorted(own, key=lambda each: -each.failure.fitted)
         for (operation, value), own in search.attempts.items()
-        if not is_taken(operation, value) and (operation, origin(value)) not in told
+        if not is_taken(operation, value) and (operation, behind(value)) not in told
     }
     misses = _apart(list(_misses(attempts, can_round="rounding" not in search.allow)))
     known = frozenset().union(*search.fitting, *(each.covered for each in (*misses, *disallowed)))
     found = [each for each in overlapping if not is_computed_by(each.value, taken)]
     found += [*disallowed, *(miss.refusal() for miss in misses), *_deepest(attempts, known)]
-    combining, found = _told_once(combining, found)
     named: dict[Any, Refusal] = {}
     for each in (*combining, *found):
+        if any(each.operation == other.operation and set() < each.covered < other.covered for other in found):
+            continue  # a part of what is told of the whole
         operation = OPERATIONS.get(each.operation, each.operation)
-        named.setdefault((operation, origin(each.value).equation), replace(each, operation=operation))
+        named.setdefault((operation, behind(each.value)), replace(each, operation=operation))
     return tuple(named.values())
-
-
-def _told_once(known: Sequence[Refusal], found: Sequence[Refusal]) -> tuple[list[Refusal], list[Refusal]]:
-    """Leaves out what is said of a part of what another refusal of the operation covers.
-
-    A reason that is known of one value, with no equations, stands for what covers that value.
-    """
-    kept, told = [], list(found)
-    for each in known:
-        same = [other for other in told if other.operation == each.operation]
-        if each.covered:
-            if not any(each.covered < other.covered for other in same):
-                kept.append(each)
-            continue
-        around = next((other for other in same if each.value.equation in other.covered), None)
-        kept.append(each if around is None else replace(each, covered=around.covered))
-        told = [other for other in told if other is not around]
-    return kept, told
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -169,30 +152,20 @@ def _apart(misses: Sequence[_Miss]) -> list[_Miss]:
 
 def _deepest(attempts: Mapping[tuple[str, Value], Sequence[Attempt]], known: frozenset[Equation]) -> Iterator[Refusal]:
     """Yields the difference that ended the longest attempt at each place of which the known equations say nothing."""
+
+    def reaches(value: Value) -> bool:
+        """Returns whether a value is computed, element by element, of what one of the equations computes."""
+        found = before(value, BY_ELEMENT, _REACH)
+        return any(each.equation in known and not is_free(each.equation) for each in found if each.equation)
+
     deepest: dict[Value, tuple[int, Refusal]] = {}
     for (operation, value), (attempt, *_) in attempts.items():
         failure = attempt.failure
-        if failure.at is not None and failure.fitted >= _LEAST_FITTED and not _reaches(value, known):
+        if failure.at is not None and failure.fitted >= _LEAST_FITTED and not reaches(value):
             place = failure.at if failure.at.equation else value
             found = failure.fitted, Refusal(operation=operation, value=place, reason=failure.reason)
-            deepest[origin(place)] = max(deepest.get(origin(place), found), found, key=lambda each: each[0])
+            deepest[behind(place)] = max(deepest.get(behind(place), found), found, key=lambda each: each[0])
     yield from (refusal for _, refusal in deepest.values())
-
-
-def _reaches(value: Value, known: frozenset[Equation]) -> bool:
-    """Returns whether a value is computed, element by element, of what one of the equations computes."""
-    pending, seen = [value], {value}
-    while pending and len(seen) < _REACH:
-        each = pending.pop(0)
-        if each.equation is None:
-            continue
-        if each.equation in known and not is_free(each.equation):
-            return True
-        if each.primitive in BY_ELEMENT:
-            new = [inner for inner in each.equation.inputs if inner not in seen]
-            seen.update(new)
-            pending += new
-    return False
 
 
 def _reason(operation: str, match: Match) -> str:
@@ -215,7 +188,7 @@ def _reason(operation: str, match: Match) -> str:
         ("keeps", "keeps", f"{operation} rounds to 16 bits"),
     ):
         if values := [each.value for each in found if each.kind == kind]:
-            nouns = listed(list(dict.fromkeys(noun(origin(value)) for value in values)))
+            nouns = listed(list(dict.fromkeys(noun(behind(value)) for value in values)))
             parts.append(f"the program {verb} {nouns} in {values[0].dtype}, and {rest}")
     return "; ".join(dict.fromkeys(parts))
 
@@ -232,7 +205,7 @@ def _step(step: Difference) -> str:
     if len(others) != 1 or verb is None:
         choice = " (a mask, or a choice)" if step.value.primitive == "select_n" else ""
         return f"applies {noun(step.value)}{choice}"
-    constant, array = _number_beside(step), origin(others[0])
+    constant, array = _number_beside(step), behind(others[0])
     return f"{verb} an array ({array.dtype}{list(array.shape)})" if constant is None else f"{verb} {constant:g}"
 
 

@@ -107,13 +107,6 @@ class Search:
         return spelling.needs <= self._primitives[value]
 
 
-def origin(value: Value) -> Value:
-    """Returns the value that another one is a layout or a cast of; of an input, its first layout."""
-    while value.equation is not None and value.primitive in LAYOUTS and value.equation.inputs[0].equation is not None:
-        value = value.equation.inputs[0]
-    return value
-
-
 def is_computed_by(value: Value, taken: frozenset[Equation]) -> bool:
     """Returns whether one of the equations computes a value, up to its layout."""
     while value.equation is not None and value.equation not in taken and value.primitive in LAYOUTS:

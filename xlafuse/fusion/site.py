@@ -17,7 +17,7 @@ from pallas_kernels.primitives.gradients import differentiated_as
 from pallas_kernels.primitives.partitioned import on_one_device
 from pallas_kernels.primitives.platform import varying_alike
 from xlafuse.fusion.binding import Binding, is_permuted
-from xlafuse.fusion.graph import Equation, Value
+from xlafuse.fusion.graph import Equation, Value, is_free
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,6 +44,11 @@ class Site:
     negated: bool = False
     stream: Value | None = None
     is_for_gradients: bool = False
+
+    @property
+    def own(self) -> frozenset[Equation]:
+        """Returns the equations that only this site may cover."""
+        return frozenset(equation for equation in self.covered if not is_free(equation))
 
     @property
     def root(self) -> Equation:

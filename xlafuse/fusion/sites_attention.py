@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xlafuse.fusion.graph import Value
+from xlafuse.fusion.graph import Value, before
 from xlafuse.fusion.layouts import Ref, element, peel
 from xlafuse.fusion.sites import Proposal, Spelling, wide
 from xlafuse.fusion.sites_rows import HIDDEN, hidden_objection
-from xlafuse.fusion.terms import head
+from xlafuse.fusion.terms import BY_ELEMENT, head
 
 _UNKNOWN = {"scale": 0.3217654321}
+_THROUGH = BY_ELEMENT | {"reduce_sum", "exp"}
+_REACH = 24  # random bits of dropout are between
 _CAPPED = {"softcap": 23.4567891, "ratio": 0.0137174213}  # ratio: scale / softcap, of which only that is seen
 
 
@@ -83,7 +85,7 @@ def _roles(result: Value) -> tuple[tuple[int, ...], int, int] | None:
     if product is None or not product.bound[0].digits:
         return None
     for weights, values in itertools.permutations([part for part, _ in product.parts]):
-        if not _is_softmax(peel(weights).value):
+        if not any(each.primitive == "exp" for each in before(peel(weights).value, _THROUGH, _REACH)):
             continue
         values = peel(values)  # whose heads may be repeated
         own = [_variables(each) for each in (weights, values)]
@@ -113,18 +115,6 @@ def _heads_of(queries: list[int], shared: list[int]) -> tuple[list[int], list[in
 
 def _variables(ref: Ref) -> set[int]:
     return {variable for index in ref.indices for variable, _, _ in index.digits}
-
-
-def _is_softmax(value: Value) -> bool:
-    seen = 0
-    pending = [value]
-    while pending and seen < 24:  # random bits of dropout are between
-        each = pending.pop(0)
-        seen += 1
-        if each.primitive == "exp":
-            return True
-        pending += each.equation.inputs if each.equation else ()
-    return False
 
 
 def _attentions(result: Value, *, more: Mapping[str, Callable[[Any], Any]], **static: Any):

@@ -9,29 +9,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xlafuse.fusion.graph import LAYOUTS, Value
+from xlafuse.fusion.graph import LAYOUTS, Value, before
 from xlafuse.fusion.sites import Proposal, Spelling
 from xlafuse.fusion.terms import ELEMENTWISE
 
 _NO_LABEL = -(2**31)
 _BACK = ELEMENTWISE | LAYOUTS | {"add", "sub", "mul", "reduce_sum", "gather"}
+_REACH = 40
 
 
 @functools.lru_cache(maxsize=4096)
 def _logits(value: Value) -> Value | None:
     """Returns the array of the rows whose maximum is taken before a value."""
-    seen, pending = {value}, [value]
-    while pending and len(seen) < 40:
-        each = pending.pop(0)
-        if each.equation is None:
-            continue
-        if each.primitive == "reduce_max":
-            return each.equation.inputs[0] if len(each.equation.params["axes"]) == 1 else None
-        if each.primitive in _BACK | {"exp", "neg"}:
-            new = [inner for inner in each.equation.inputs if inner not in seen]
-            seen.update(new)
-            pending += new
-    return None
+    maxima = (each.equation for each in before(value, _BACK, _REACH) if each.primitive == "reduce_max")
+    first = next(maxima, None)
+    return None if first is None or len(first.params["axes"]) != 1 else first.inputs[0]
 
 
 def _losses(value: Value, *, is_total: bool = False) -> Iterator[Proposal]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.primitives.activations import ACTIVATIONS
-from xlafuse.fusion.graph import LAYOUTS, Equation, Value
+from xlafuse.fusion.graph import LAYOUTS, Equation, Value, before
 from xlafuse.fusion.sites import ACTIVATION_NEEDS, Proposal, Spelling, is_narrow
 from xlafuse.fusion.terms import ELEMENTWISE
 
@@ -25,20 +25,8 @@ _REACH = 24
 @functools.lru_cache(maxsize=4096)
 def products_before(value: Value) -> tuple[Equation, ...]:
     """Returns the matrix products that a value is computed from by elements alone, the nearest first."""
-    found: list[Equation] = []
-    seen, pending = {value}, [value]
-    while pending and len(seen) < _REACH:
-        each = pending.pop(0)
-        if each.equation is None:
-            continue
-        if each.primitive == "dot_general":
-            found.append(each.equation)
-        elif each.primitive in _THROUGH:
-            for inner in each.equation.inputs:
-                if inner not in seen:
-                    seen.add(inner)
-                    pending.append(inner)
-    return tuple(found)
+    found = before(value, _THROUGH, _REACH)
+    return tuple(each.equation for each in found if each.primitive == "dot_general" and each.equation is not None)
 
 
 def product_before(value: Value) -> Equation | None:

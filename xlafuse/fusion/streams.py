@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from xlafuse.fusion.binding import is_whole
-from xlafuse.fusion.graph import Equation, Graph, Value, is_free
+from xlafuse.fusion.graph import Equation, Graph, Value, behind
 from xlafuse.fusion.site import Site
 
 _NORMS = ("rms_norm", "layer_norm")
@@ -23,7 +23,7 @@ def with_streams(graph: Graph, sites: Sequence[Site], implementation: Callable[[
     The cotangent of such a reader's result is that of the stream. It needs no work, not even where the norm's input is
     not differentiated.
     """
-    owners = {equation: site for site in sites for equation in site.covered if not is_free(equation)}
+    owners = {equation: site for site in sites for equation in site.own}
 
     def streamed(site: Site) -> Site:
         value = _normalised(site)
@@ -57,12 +57,6 @@ def _readers(value: Value, site: Site) -> Iterator[Equation]:
 def _only_adds(owner: Site | None, reader: Equation, value: Value) -> bool:
     if owner is None:
         return reader.primitive == "add"
-    names = {name for name, binding in owner.arrays.items() if _origin(binding.value) is _origin(value)}
+    names = {name for name, binding in owner.arrays.items() if behind(binding.value, _SAME) is behind(value, _SAME)}
     sides = {"x", "residual"} if owner.operation in _NORMS and "residual" in owner.arrays else {"residual"}
     return names <= sides
-
-
-def _origin(value: Value) -> Value:
-    while value.primitive in _SAME and value.equation is not None:
-        value = value.equation.inputs[0]
-    return value

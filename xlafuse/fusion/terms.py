@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xlafuse.fusion.graph import Equation, Value, frozen
+from xlafuse.fusion.graph import Equation, Value, before, frozen
 from xlafuse.fusion.indices import ZERO, Index, Indices, split, variables
 from xlafuse.fusion.layouts import RULES, Ref, element, number, number_of, operand, peel, transposed
 
@@ -55,14 +55,7 @@ def primitives_before(value: Value) -> frozenset[str]:
     "sqrt" stands for "rsqrt", too, "concatenate" for "stack", and "outer" for products that contract nothing. Only the
     nearest 80 values are looked at.
     """
-    seen, pending = {value}, [value]
-    while pending and len(seen) < _NEAREST:
-        each = pending.pop(0)
-        if each.equation is not None and each.primitive in BY_ELEMENT:
-            new = [inner for inner in each.equation.inputs if inner not in seen]
-            seen.update(new)
-            pending += new
-    return frozenset(map(_canonical_name, seen))
+    return frozenset(map(_canonical_name, before(value, BY_ELEMENT, _NEAREST)))
 
 
 def _canonical_name(value: Value) -> str:
@@ -98,7 +91,7 @@ def expand(kind: str, ref: Ref) -> tuple[list[tuple[Ref, int]], float] | None:
         case "integer_pow" if not is_sum and abs(power := _power(ref)) in (1, 2, 3):
             return [(operand(ref, 0), 1 if power > 0 else -1)] * abs(power), 1.0
         case "rsqrt" if not is_sum:
-            return [(Ref(_square_root(ref), ref.indices), -1)], 1.0
+            return [(Ref(_imagined(ref.value, "sqrt", {}), ref.indices), -1)], 1.0
         case "dot_general" if not is_sum and (factor := _factor(ref)) != 1.0:
             return [(Ref(_without_factor(ref.value), ref.indices), 1)], factor
     return None
@@ -137,13 +130,21 @@ def _without_numbers(ref: Ref) -> tuple[Ref, float]:
 
 def _without_factor(value: Value) -> Value:
     """Returns a contraction whose operands are taken without the numbers that they are multiplied by."""
-    equation = value.equation
+    assert value.equation is not None
+    return _imagined(value, "dot_general", value.equation.params)
+
+
+def _imagined(value: Value, primitive: str, params: dict[str, Any], *, swaps: bool = False, dtype: Any = None) -> Value:
+    """Returns the value of the same operands by another primitive, which no equation of the program computes."""
+    equation, name = value.equation, f"{primitive} {dtype}"
     assert equation is not None
-    if "without factor" not in value.derived:
-        made = Equation("dot_general", equation.params, equation.inputs, equation.source, equation.index)
-        made.outputs = (Value(value.aval, made, is_imagined=True),)
-        value.derived["without factor"] = made.outputs[0]
-    return value.derived["without factor"]
+    if name not in value.derived:
+        inputs = equation.inputs[::-1] if swaps else equation.inputs
+        made = Equation(primitive, params, inputs, equation.source, equation.index)
+        aval = value.aval if dtype is None else jax.ShapeDtypeStruct(value.shape, dtype)
+        made.outputs = (Value(aval, made, is_imagined=True),)
+        value.derived[name] = made.outputs[0]
+    return value.derived[name]
 
 
 def narrowed(contraction: Head) -> Head | None:
@@ -168,33 +169,15 @@ def _power(ref: Ref) -> int:
     return ref.value.equation.params["y"]
 
 
-def _square_root(ref: Ref) -> Value:
-    """Returns the square root that `rsqrt` is the reciprocal of."""
-    equation = ref.value.equation
-    assert equation is not None
-    if "sqrt" not in ref.value.derived:
-        made = Equation("sqrt", {}, equation.inputs, equation.source, equation.index)
-        made.outputs = (Value(ref.value.aval, made, is_imagined=True),)
-        ref.value.derived["sqrt"] = made.outputs[0]
-    return ref.value.derived["sqrt"]
-
-
 def _cast_of_negated(ref: Ref) -> Ref | None:
     """Returns the cast of what is negated before a cast to another floating dtype; None for other casts."""
     inner = peel(operand(ref, 0))
     equation = inner.value.equation
     if equation is None or inner.value.primitive != "neg" or not jax.numpy.issubdtype(ref.value.dtype, np.floating):
         return None
-    name = f"cast to {ref.value.dtype}"
-    if name not in inner.value.derived:
-        assert ref.value.equation is not None
-        made = Equation(
-            "convert_element_type", ref.value.equation.params, equation.inputs, equation.source, equation.index
-        )
-        aval = jax.ShapeDtypeStruct(inner.value.shape, ref.value.dtype)
-        made.outputs = (Value(aval, made, is_imagined=True),)
-        inner.value.derived[name] = made.outputs[0]
-    return Ref(inner.value.derived[name], inner.indices)
+    assert ref.value.equation is not None
+    made = _imagined(inner.value, "convert_element_type", ref.value.equation.params, dtype=ref.value.dtype)
+    return Ref(made, inner.indices)
 
 
 def _opposite(ref: Ref) -> Ref | None:
@@ -207,12 +190,7 @@ def _opposite(ref: Ref) -> Ref | None:
         return operand(ref, 0)
     if equation.primitive not in ("lt", "gt") or not np.issubdtype(equation.inputs[0].dtype, np.integer):
         return None
-    if "opposite" not in ref.value.derived:
-        swapped = equation.inputs[::-1] if equation.primitive == "lt" else equation.inputs
-        made = Equation("le", {}, swapped, equation.source, equation.index)
-        made.outputs = (Value(ref.value.aval, made, is_imagined=True),)
-        ref.value.derived["opposite"] = made.outputs[0]
-    return Ref(ref.value.derived["opposite"], ref.indices)
+    return Ref(_imagined(ref.value, "le", {}, swaps=equation.primitive == "lt"), ref.indices)
 
 
 def _is_zero_or_one(ref: Ref) -> bool:

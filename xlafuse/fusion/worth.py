@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from pallas_kernels.primitives.platform import target_device
 from xlafuse.fusion.binding import Binding, is_permuted
-from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, is_free
+from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, behind
 from xlafuse.fusion.prepare import Normed
 from xlafuse.fusion.site import Refusal, Site
 from xlafuse.fusion.terms import ELEMENTWISE
@@ -126,13 +126,13 @@ class _Neighbours:
 
     def __init__(self, graph: Graph, called: Sequence[Site]):
         self._returned = set(graph.outputs)
-        self._owners = {equation: site for site in called for equation in site.covered if not is_free(equation)}
+        self._owners = {equation: site for site in called for equation in site.own}
 
     def reason(self, site: Site) -> str | None:
         """Returns why XLA should compute a site, or None."""
         if _is_activated(site):
             return self._activation_reason(site)
-        producer = _without_layouts(site.arrays["x"].value) if site.operation == "bias_activation" else None
+        producer = behind(site.arrays["x"].value) if site.operation == "bias_activation" else None
         if producer is not None and producer.primitive in _WITH_EPILOGUE:
             return f"XLA does it in the epilogue of {producer.primitive}; a kernel would write and read x once more"
         if site.operation == "gated_activation" and self._is_of_one_product(site):
@@ -181,7 +181,7 @@ class _Neighbours:
 
     def _is_of_one_product(self, site: Site) -> bool:
         """Returns whether gate and up are products of one array, outside the sites; XLA joins small ones."""
-        producers = [_without_layouts(site.arrays[name].value).equation for name in ("gate", "up")]
+        producers = [behind(site.arrays[name].value).equation for name in ("gate", "up")]
         products = [each for each in producers if each is not None and each.primitive == "dot_general"]
         if len(products) < 2 or any(each in self._owners for each in products):
             return False
@@ -190,7 +190,7 @@ class _Neighbours:
 
     def _fusible_producer(self, site: Site, value: Value) -> Equation | None:
         """Returns the equation outside the sites that computes a value, in any layout, if XLA fuses it with a site."""
-        value = _without_layouts(value)
+        value = behind(value)
         producer = value.equation
         is_outside = producer is not None and producer not in self._owners and not producer.is_constant
         if not is_outside or value in self._returned:
@@ -253,10 +253,3 @@ def _is_sliced(binding: Binding) -> bool:
 
 def _places(binding: Binding) -> Iterator[tuple[tuple[int, int, int], int]]:
     return zip(binding.places, binding.value.shape, strict=True)
-
-
-def _without_layouts(value: Value) -> Value:
-    """Returns the value that another one is a layout of."""
-    while value.primitive in LAYOUTS and value.equation is not None:
-        value = value.equation.inputs[0]
-    return value
