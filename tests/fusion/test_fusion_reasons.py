@@ -53,6 +53,16 @@ ATTENTION: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         (struct(1, HEADS, LENGTH, LENGTH, dtype=F32), struct(BATCH, 1, 1, LENGTH, dtype=F32)),
         "), which attention with a bias does not",
     ),
+    "sigmoid attention": (
+        lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.sigmoid(scores(q, k) - 6).astype(BF16), v),
+        (),
+        "its weights are no softmax",
+    ),
+    "linear attention": (
+        lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", jnp.einsum("bqhd,bkhd->bhqk", q, k), v),
+        (),
+        "its weights are no softmax",
+    ),
     "a temperature for each head": (
         lambda q, k, v, t: mixed(scores(q, k) * t[:, None, None], v),
         (struct(HEADS, dtype=F32),),
@@ -246,6 +256,21 @@ def test_nearly_rope(name: str):
     assert all(expected in site.reason for site in report.refused), str(report)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotations_of_complex_numbers_are_told(interleaved: bool):
+    def multiplied(x, factors):
+        pairs = x.astype(F32).reshape(*x.shape[:-1], -1, 2) if interleaved else jnp.split(x.astype(F32), 2, -1)
+        first, second = (pairs[..., 0], pairs[..., 1]) if interleaved else pairs
+        product = jax.lax.complex(first, second) * factors[:, None]
+        both = [product.real, product.imag]
+        return (jnp.stack(both, -1).reshape(x.shape) if interleaved else jnp.concatenate(both, -1)).astype(x.dtype)
+
+    factors = struct(LENGTH, SIZE // 2, dtype=jnp.complex64)
+    report = reported(lambda q, k, f: (multiplied(q, f), multiplied(k, f)), HEADED, HEADED, factors)
+    assert [site.operation for site in report.refused] == ["rope", "rope"]
+    assert all("it multiplies complex numbers" in site.reason for site in report.refused)
+
+
 def smoothed(logits, labels):
     hot = 0.9 * jax.nn.one_hot(labels, CLASSES) + 0.1 / CLASSES
     return -jnp.sum(hot * jax.nn.log_softmax(logits), -1)
@@ -286,6 +311,12 @@ OTHERS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...], str]] = {
         (ROWS, INT8, struct(CLASSES, dtype=F32), struct(CLASSES, dtype=F32)),
         "also subtracts an array",
     ),
+    "two numbers of 4 bits in a byte": (
+        "quantized_linear",
+        lambda x, w, s: x @ (jnp.concatenate([w & 15, w >> 4]).astype(BF16) * s),
+        (ROWS, struct(FEATURES // 2, CLASSES, dtype=jnp.uint8), struct(CLASSES)),
+        "its weights are computed from uint8[512, 4096]",
+    ),
     "scales of features": (
         "quantized_linear",
         lambda x, w, s: x @ (w.astype(F32) * s).astype(BF16),
@@ -306,6 +337,32 @@ def test_nearly_another_operation(name: str):
     operation, fn, arguments, expected = OTHERS[name]
     report = reported(fn, *arguments)
     assert any(expected in site.reason for site in report.refused if site.operation == operation), str(report)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_group_norm_is_told_once(fast: bool):
+    def fn(x, scale, bias):
+        groups = x.astype(F32).reshape(8, 16, 16, 32, 8)
+        mean = groups.mean((1, 2, 4), keepdims=True)
+        variance = (
+            (groups**2).mean((1, 2, 4), keepdims=True) - mean**2 if fast else groups.var((1, 2, 4), keepdims=True)
+        )
+        return (((groups - mean) / jnp.sqrt(variance + 1e-5)).reshape(x.shape) * scale + bias).astype(BF16)
+
+    report = reported(fn, struct(8, 16, 16, 256), struct(256, dtype=F32), struct(256, dtype=F32))
+    (refused,) = report.refused
+    assert refused.operation == "layer_norm"
+    assert "over several axes at once" in refused.reason
+
+
+def test_nothing_is_compared_again_where_no_report_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    compared = []
+    monkeypatch.setattr("xlafuse.fusion.reasons.nearest", lambda *args, **options: compared.append(args))
+    fn, arguments, _ = NORMS["a further sum"]
+    jax.eval_shape(fuse(fn), *arguments)
+    assert not compared
+    jax.eval_shape(fuse(fn, report=lambda report: None), *arguments)
+    assert compared
 
 
 def test_a_value_that_others_read_is_named_with_its_reader():

@@ -20,7 +20,7 @@ from xlafuse.fusion.graph import Graph, Value
 from xlafuse.fusion.indices import Index
 from xlafuse.fusion.layouts import Ref, element, number_of, peel, peeled
 from xlafuse.fusion.terms import Head, expand, head, narrowed
-from xlafuse.fusion.words import noun
+from xlafuse.fusion.words import listed, noun
 
 _COMMUTATIVE = frozenset(("dot_general", "max", "min", "eq", "ne", "and", "or"))
 _MOST_STATES = 48
@@ -228,7 +228,7 @@ class Matcher:
                 yield from self._assigned(mine, parts, fits)
             else:
                 self._fail(found, other_number(kind, other, number, self._operation))
-        self._fail(found, f"a {kind} has other parts than in {self._operation}")
+        self._fail(found, self._other_parts(kind, mine, found))
         self._fitted -= 1
         return None
 
@@ -337,6 +337,11 @@ class Matcher:
         if found.value.equation is None:
             return f"{noun(found.value)} is given, and {self._operation} computes {noun(wanted.value)} there"
         return f"{self._operation} has no {noun(found.value).removeprefix('an ').removeprefix('a ')} here"
+
+    def _other_parts(self, kind: str, mine: Sequence[tuple[Ref, int]], found: Ref) -> str:
+        parts = self._flat(kind, found)[0]
+        own, other = (listed([noun(peel(ref).value) for ref, _ in each]) for each in (parts, mine))
+        return f"the program computes a {kind} of {own}, and {self._operation} one of {other}"
 
     def _fail(self, found: Ref, reason: str) -> None:
         if self._fitted > self.failure.fitted:

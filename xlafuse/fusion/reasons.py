@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from xlafuse.fusion.binding import equations_between
 from xlafuse.fusion.dropout import is_random
 from xlafuse.fusion.graph import Equation, Value, before, behind, is_free
@@ -25,6 +27,7 @@ from xlafuse.fusion.words import listed, noun
 _LEAST_FITTED = 4
 """A value is told as nearly an operation if at least so many parts fitted, or all but a few differences."""
 _REACH = 40
+_UNPACKING = frozenset(("shift_right_logical", "shift_right_arithmetic", "shift_left", "bitcast_convert_type"))
 
 
 def refusals(
@@ -61,7 +64,7 @@ def refusals(
     misses = _apart(list(_misses(attempts, can_round="rounding" not in search.allow)))
     known = frozenset().union(*search.fitting, *(each.covered for each in (*misses, *disallowed)))
     found = [each for each in overlapping if not is_computed_by(each.value, taken)]
-    found += [*disallowed, *(miss.refusal() for miss in misses), *_deepest(attempts, known)]
+    found += [*disallowed, *(miss.refusal() for miss in misses), *_deepest(attempts, known), *_of_few_bits(sites)]
     named: dict[Any, Refusal] = {}
     for each in (*combining, *found):
         if any(each.operation == other.operation and set() < each.covered < other.covered for other in found):
@@ -151,21 +154,32 @@ def _apart(misses: Sequence[_Miss]) -> list[_Miss]:
 
 
 def _deepest(attempts: Mapping[tuple[str, Value], Sequence[Attempt]], known: frozenset[Equation]) -> Iterator[Refusal]:
-    """Yields the difference that ended the longest attempt at each place of which the known equations say nothing."""
+    """Yields the difference that ended the longest attempt in each part of the program that nothing is said of yet.
 
-    def reaches(value: Value) -> bool:
-        """Returns whether a value is computed, element by element, of what one of the equations computes."""
-        found = before(value, BY_ELEMENT, _REACH)
-        return any(each.equation in known and not is_free(each.equation) for each in found if each.equation)
-
-    deepest: dict[Value, tuple[int, Refusal]] = {}
-    for (operation, value), (attempt, *_) in attempts.items():
+    known: the equations that something is said of. A part is what computes a value element by element.
+    """
+    said = {equation for equation in known if not is_free(equation)}
+    for (operation, value), (attempt, *_) in sorted(attempts.items(), key=lambda each: -each[1][0].failure.fitted):
         failure = attempt.failure
-        if failure.at is not None and failure.fitted >= _LEAST_FITTED and not reaches(value):
+        if failure.at is None or failure.fitted < _LEAST_FITTED:
+            continue
+        part = {each.equation for each in before(value, BY_ELEMENT, _REACH) if each.equation}
+        if said.isdisjoint(part):
+            said |= {equation for equation in part if not is_free(equation)}
             place = failure.at if failure.at.equation else value
-            found = failure.fitted, Refusal(operation=operation, value=place, reason=failure.reason)
-            deepest[behind(place)] = max(deepest.get(behind(place), found), found, key=lambda each: each[0])
-    yield from (refusal for _, refusal in deepest.values())
+            yield Refusal(operation=operation, value=place, reason=failure.reason)
+
+
+def _of_few_bits(sites: Sequence[Site]) -> Iterator[Refusal]:
+    """Yields the products whose weights are computed from numbers of 8 bits or fewer other than int8."""
+    for site in sites:
+        for w in (binding.value for name, binding in site.arrays.items() if name.startswith("w")):
+            given = (each for each in before(w, BY_ELEMENT | _UNPACKING, _REACH) if each.equation is None)
+            packed = next((each for each in given if each.shape and each.dtype.itemsize == 1), None)
+            if packed is not None and packed.dtype not in (np.int8, np.bool_):
+                what = f"its weights are computed from {packed.dtype}{list(packed.shape)}"
+                reason = f"{what}, and quantized_linear takes one int8 for each weight, times scales"
+                yield Refusal(operation="quantized_linear", value=w, reason=reason)
 
 
 def _reason(operation: str, match: Match) -> str:

@@ -68,10 +68,11 @@ def _attend(
 
 
 @functools.lru_cache(maxsize=4096)
-def _roles(result: Value) -> tuple[tuple[int, ...], int, int] | None:
+def _roles(result: Value, *, is_softmax: bool = True) -> tuple[tuple[int, ...], int, int] | None:
     """Returns the axes of (batch, queries, heads, size) in what may be attention, its keys, and its key heads.
 
-    The result may lack the axis of batches.
+    The result may lack the axis of batches. is_softmax: whether the weights are exponentials, or other numbers made of
+    a product.
     """
     if not jnp.issubdtype(result.dtype, jnp.floating) or len(result.shape) not in (3, 4):
         return None
@@ -85,7 +86,8 @@ def _roles(result: Value) -> tuple[tuple[int, ...], int, int] | None:
     if product is None or not product.bound[0].digits:
         return None
     for weights, values in itertools.permutations([part for part, _ in product.parts]):
-        if not any(each.primitive == "exp" for each in before(peel(weights).value, _THROUGH, _REACH)):
+        parts = {each.primitive for each in before(peel(weights).value, _THROUGH, _REACH)}
+        if ("exp" in parts) != is_softmax or not (is_softmax or "dot_general" in parts):
             continue
         values = peel(values)  # whose heads may be repeated
         own = [_variables(each) for each in (weights, values)]
@@ -198,4 +200,33 @@ def _over_queries() -> Iterator[Spelling]:
         )
 
 
-SPELLINGS: tuple[Spelling, ...] = (*_spellings(), *_over_queries())
+def _mixed(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """Computes attention's second product."""
+    batch, heads, queries, keys = weights.shape
+    grouped = weights.reshape(batch, value.shape[2], heads // value.shape[2], queries, keys)
+    mixed = jnp.einsum("bkgts,bskd->btkgd", grouped, value)
+    return mixed.reshape(batch, queries, heads, value.shape[-1])
+
+
+def _weighted(result: Value) -> Iterator[Proposal]:
+    """Proposes weights that are no softmax, and values, for the heads of several sequences."""
+    roles = _roles(result, is_softmax=False)
+    if roles is not None and len(result.shape) == 4:
+        axes, keys, key_heads = roles
+        batch, queries, heads, size = (result.shape[axis] for axis in axes)
+        weights = jax.ShapeDtypeStruct((batch, heads, queries, keys), result.dtype)
+        value = jax.ShapeDtypeStruct((batch, keys, key_heads, size), result.dtype)
+        order = tuple(axes.index(axis) for axis in range(4))
+        yield Proposal(arrays={"weights": weights, "value": value}, order=order)
+
+
+_NO_SOFTMAX = Spelling(
+    operation="attention",
+    function=_mixed,
+    propose=_weighted,
+    roots=frozenset(("dot_general",)),
+    needs=frozenset(("dot_general",)),
+    difference="its weights are no softmax of the scores, and those of attention are",
+)
+
+SPELLINGS: tuple[Spelling, ...] = (*_spellings(), *_over_queries(), _NO_SOFTMAX)

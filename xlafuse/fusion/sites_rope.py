@@ -32,6 +32,7 @@ _UNKNOWN_BASE = (
     "its frequencies are no powers of one base, as where they are scaled for long contexts, or its positions and "
     "frequencies are not known when it is traced; rope computes theta ** (-k / length)"
 )
+_COMPLEX = "it multiplies complex numbers; rope takes positions and a base, and computes cosines and sines itself"
 _ORDERS = {4: ((0, 1, 2, 3), (0, 2, 1, 3)), 3: ((0, 1, 2, 3), (0, 2, 1, 3))}
 """Orders of the axes (batch, tokens, heads, size), by the value's rank; a value of three axes has no batch."""
 
@@ -131,7 +132,7 @@ def neighbours(length: int) -> tuple[tuple[int, int], ...]:
 
 
 def _is_rotated(value: Value, *, narrow: bool, interleaved: bool, negates: bool) -> bool:
-    """Returns whether the first of each pair is a sum in the dtype of the rotation."""
+    """Returns whether the first of each pair is a sum, or a real part, in the dtype of the rotation."""
     whole = element(value)
     (offset, stride), _ = (neighbours if interleaved else halves)(value.shape[-1])
     (variable, _, size), *_ = whole.indices[-1].digits
@@ -139,8 +140,8 @@ def _is_rotated(value: Value, *, narrow: bool, interleaved: bool, negates: bool)
     ref = peel(Ref(value, (*whole.indices[:-1], first)))
     if ref.value.primitive == "convert_element_type":
         ref = peel(operand(ref, 0))
-    sums = ("add",) if negates else ("add", "sub")
-    return ref.value.primitive in sums and ref.value.dtype == (value.dtype if narrow else wide(value.dtype))
+    ends = ("add",) if negates else ("add", "sub", "real")
+    return ref.value.primitive in ends and ref.value.dtype == (value.dtype if narrow else wide(value.dtype))
 
 
 def _rotations(
@@ -194,6 +195,18 @@ def _table_factors(
     """Returns tables of cosines and sines. columns: those of a pair."""
     table = jax.ShapeDtypeStruct((*shape[:2], shape[-1] * columns // 2), dtype if narrow else wide(dtype))
     return {"cosine": table, "sine": table}
+
+
+def _multiplied(x: jax.Array, factors: jax.Array, *, interleaved: bool) -> tuple[jax.Array, jax.Array]:
+    """Multiplies pairs, as complex numbers, by factors; returns the real and the imaginary parts."""
+    (first, stride), (second, _) = (neighbours if interleaved else halves)(x.shape[-1])
+    pairs = [x.astype(wide(x.dtype))[..., start::stride][..., : x.shape[-1] // 2] for start in (first, second)]
+    product = jax.lax.complex(*pairs) * factors[:, :, None]
+    return product.real.astype(x.dtype), product.imag.astype(x.dtype)
+
+
+def _complex_factors(shape: tuple[int, ...], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    return {"factors": jax.ShapeDtypeStruct((*shape[:2], shape[-1] // 2), jnp.result_type(wide(dtype), jnp.complex64))}
 
 
 def _tables(value: Value, *, has_angles: bool, **options: Any) -> Iterator[Proposal]:
@@ -250,4 +263,18 @@ def _spellings() -> Iterator[Spelling]:
             )
 
 
-SPELLINGS: tuple[Spelling, ...] = tuple(_spellings())
+def _complex() -> Iterator[Spelling]:
+    for interleaved in (False, True):
+        form = {"narrow": False, "negates": False, "interleaved": interleaved}
+        yield Spelling(
+            operation="rotation",
+            function=_multiplied,
+            propose=partial(_rotations, factors=_complex_factors, **form),
+            roots=frozenset(("concatenate", "reshape", "convert_element_type")),
+            needs=frozenset(("complex", "concatenate")),
+            pieces=neighbours if interleaved else halves,
+            difference=_COMPLEX,
+        )
+
+
+SPELLINGS: tuple[Spelling, ...] = (*_spellings(), *_complex())

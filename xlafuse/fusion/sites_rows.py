@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,8 +16,9 @@ from pallas_kernels.ops.gated_activation.reference import gated_activation_refer
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 from pallas_kernels.primitives.activations import ACTIVATIONS
-from xlafuse.fusion.graph import Value
+from xlafuse.fusion.graph import Value, before
 from xlafuse.fusion.sites import ACTIVATION_NEEDS, Proposal, Spelling, is_narrow, is_rows, same_order, wide
+from xlafuse.fusion.terms import BY_ELEMENT
 
 _EPSILON = {"epsilon": 0.0123454321}
 _SCALE = {"scale": 0.3217654321}
@@ -80,6 +82,40 @@ def _fast_variance(
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
+_GROUPS = "it normalizes over several axes at once, as GroupNorm does, and layer_norm over the last one"
+_REACH = 40
+
+
+def _groups(value: Value) -> Iterator[Proposal]:
+    """Proposes x in the shape, and over the several axes, of a sum that a value is computed from."""
+    if not is_rows(value):
+        return
+    found = before(value, BY_ELEMENT, _REACH)
+    for equation in (each.equation for each in found if each.primitive == "reduce_sum"):
+        if equation is None or len(equation.params["axes"]) < 2:
+            continue
+        (whole,), axes = equation.inputs, tuple(equation.params["axes"])
+        if math.prod(whole.shape) == math.prod(value.shape):
+            for each in _rows(value, "scale", "bias"):
+                yield replace(each, static={"shape": whole.shape, "axes": axes})
+            return
+
+
+def _grouped(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float, clipped: bool | None, shape: Any, axes: Any
+) -> jax.Array:
+    """Computes GroupNorm. clipped: of the variance E[x²] - E[x]²; None for E[(x - E[x])²]."""
+    value = x.astype(wide(x.dtype)).reshape(shape)
+    mean = jnp.mean(value, axes, keepdims=True)
+    if clipped is None:
+        variance = jnp.mean(jnp.square(value - mean), axes, keepdims=True)
+    else:
+        variance = jnp.mean(jnp.square(value), axes, keepdims=True) - jnp.square(mean)
+        variance = jnp.maximum(0.0, variance) if clipped else variance
+    y = ((value - mean) * jax.lax.rsqrt(variance + epsilon)).reshape(x.shape)
+    return (y * scale + bias).astype(x.dtype)
+
+
 def _norms() -> Iterator[Spelling]:
     common: dict[str, Any] = {"roots": _ENDS, "needs": frozenset(("sqrt", "reduce_sum")), "unknowns": _EPSILON}
     rms = {**common, "operation": "rms_norm", "floating": frozenset(("scale",))}
@@ -98,6 +134,9 @@ def _norms() -> Iterator[Spelling]:
         for clipped in (True, False):
             yield Spelling(function=partial(_fast_variance, clipped=clipped), propose=propose, **layer)
         yield Spelling(function=layer_norm_reference, propose=_moved(propose), difference=_MOVED, **layer)
+    for clipped in (None, True, False):
+        function = partial(_grouped, clipped=clipped)
+        yield Spelling(operation="layer_norm", function=function, propose=_groups, difference=_GROUPS, **common)
     for narrow in (True, False):
         yield Spelling(
             function=_late_scale,
