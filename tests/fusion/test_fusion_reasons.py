@@ -259,8 +259,8 @@ def test_nearly_rope(name: str):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotations_of_complex_numbers_are_told(interleaved: bool):
     def multiplied(x, factors):
-        pairs = x.astype(F32).reshape(*x.shape[:-1], -1, 2) if interleaved else jnp.split(x.astype(F32), 2, -1)
-        first, second = (pairs[..., 0], pairs[..., 1]) if interleaved else pairs
+        halves = x.astype(F32).reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, -1)))
+        first, second = (halves[..., 0], halves[..., 1]) if interleaved else (halves[..., 0, :], halves[..., 1, :])
         product = jax.lax.complex(first, second) * factors[:, None]
         both = [product.real, product.imag]
         return (jnp.stack(both, -1).reshape(x.shape) if interleaved else jnp.concatenate(both, -1)).astype(x.dtype)

@@ -19,8 +19,9 @@ from xlafuse.fusion.layouts import RULES, Ref, element, number, number_of, opera
 
 ELEMENTWISE = frozenset([
     "abs", "and", "ceil", "clamp", "complex", "convert_element_type", "cos", "eq", "erf", "erfc", "exp", "exp2",
-    "expm1", "floor", "ge", "gt", "imag", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "ne", "neg",
-    "not", "or", "pow", "real", "rem", "round", "select_n", "sign", "sin", "sqrt", "stop_gradient", "tanh", "xor",
+    "expm1", "floor", "ge", "gt", "imag", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "ne",
+    "neg", "not", "or", "pow", "real", "rem", "round", "select_n", "sign", "sin", "sqrt", "stop_gradient", "tanh",
+    "xor",
 ])  # fmt: skip
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 
