@@ -267,7 +267,7 @@ def test_rotations_of_complex_numbers_are_told(interleaved: bool):
 
     factors = struct(LENGTH, SIZE // 2, dtype=jnp.complex64)
     report = reported(lambda q, k, f: (multiplied(q, f), multiplied(k, f)), HEADED, HEADED, factors)
-    assert [site.operation for site in report.refused] == ["rope", "rope"]
+    assert {site.operation for site in report.refused} == {"rope"}
     assert all("it multiplies complex numbers" in site.reason for site in report.refused)
 
 

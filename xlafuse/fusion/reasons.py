@@ -190,7 +190,8 @@ def _reason(operation: str, match: Match) -> str:
     steps = [each for each in found if each.kind == "step"]
     parts = []
     if any(map(_drops, steps)):
-        parts.append(f"the program drops elements at random (dropout) inside it, which {operation} does not")
+        what = "weights" if operation == "attention" else "elements"
+        parts.append(f"the program drops {what} at random (dropout) inside it, which {operation} does not")
         steps = [each for each in steps if not _drops(each) and _number_beside(each) is None]
     else:
         numbers = [each for each in found if each.kind == "number"]
