@@ -54,8 +54,8 @@ ATTENTION: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         "), which attention with a bias does not",
     ),
     "sigmoid attention": (
-        lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.sigmoid(scores(q, k) - 6).astype(BF16), v),
-        (),
+        lambda q, k, v, w: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.sigmoid(scores(q @ w, k @ w)).astype(BF16), v @ w),
+        (struct(SIZE, SIZE),),
         "its weights are no softmax",
     ),
     "linear attention": (

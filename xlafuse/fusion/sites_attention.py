@@ -18,7 +18,7 @@ from xlafuse.fusion.terms import BY_ELEMENT, head
 
 _UNKNOWN = {"scale": 0.3217654321}
 _THROUGH = BY_ELEMENT | {"reduce_sum", "exp"}
-_REACH = 24  # random bits of dropout are between
+_REACH = 80  # random bits of dropout are between
 _CAPPED = {"softcap": 23.4567891, "ratio": 0.0137174213}  # ratio: scale / softcap, of which only that is seen
 
 
@@ -86,8 +86,10 @@ def _roles(result: Value, *, is_softmax: bool = True) -> tuple[tuple[int, ...], 
     if product is None or not product.bound[0].digits:
         return None
     for weights, values in itertools.permutations([part for part, _ in product.parts]):
-        parts = {each.primitive for each in before(peel(weights).value, _THROUGH, _REACH)}
-        if ("exp" in parts) != is_softmax or not (is_softmax or "dot_general" in parts):
+        made_of = list(before(peel(weights).value, _THROUGH, _REACH))
+        if any(each.primitive == "exp" for each in made_of) != is_softmax:
+            continue
+        if not is_softmax and not any(map(_is_of_heads, made_of)):
             continue
         values = peel(values)  # whose heads may be repeated
         own = [_variables(each) for each in (weights, values)]
@@ -108,6 +110,13 @@ def _roles(result: Value, *, is_softmax: bool = True) -> tuple[tuple[int, ...], 
             key_heads *= count
         return axes, product.bound[0].size, key_heads
     return None
+
+
+def _is_of_heads(value: Value) -> bool:
+    """Returns whether a value is a product for each head of each sequence, as scores are."""
+    if value.equation is None or value.primitive != "dot_general":
+        return False
+    return len(value.equation.params["dimension_numbers"][1][0]) == 2
 
 
 def _heads_of(queries: list[int], shared: list[int]) -> tuple[list[int], list[int]]:
