@@ -10,6 +10,7 @@ from pallas_kernels.ops.cross_entropy.api import cross_entropy
 from pallas_kernels.ops.decode_attention.api import decode_attention
 from pallas_kernels.ops.dot_interaction.api import dot_interaction
 from pallas_kernels.ops.dropout_residual_norm.api import dropout_residual_norm
+from pallas_kernels.ops.embedding.api import embedding
 from pallas_kernels.ops.embedding_bag.api import embedding_bag
 from pallas_kernels.ops.gated_activation.api import gated_activation
 from pallas_kernels.ops.gated_linear.api import gated_linear
@@ -48,6 +49,7 @@ __all__ = [
     "decode_attention",
     "dot_interaction",
     "dropout_residual_norm",
+    "embedding",
     "embedding_bag",
     "fold_scale",
     "gated_activation",

@@ -16,6 +16,7 @@ from pallas_kernels.ops.cross_entropy.specs import CROSS_ENTROPY
 from pallas_kernels.ops.decode_attention.specs import DECODE_ATTENTION
 from pallas_kernels.ops.dot_interaction.specs import DOT_INTERACTION
 from pallas_kernels.ops.dropout_residual_norm.specs import DROPOUT_RESIDUAL_NORM
+from pallas_kernels.ops.embedding.specs import EMBEDDING
 from pallas_kernels.ops.embedding_bag.specs import EMBEDDING_BAG
 from pallas_kernels.ops.gated_activation.specs import GATED_ACTIVATION
 from pallas_kernels.ops.gated_linear.specs import GATED_LINEAR
@@ -55,6 +56,7 @@ REGISTRY: Mapping[str, OpSpec] = MappingProxyType(
             LINEAR_CROSS_ENTROPY,
             ATTENTION,
             DECODE_ATTENTION,
+            EMBEDDING,
             EMBEDDING_BAG,
             DOT_INTERACTION,
         )

@@ -41,6 +41,14 @@ def _as_array(operation: str, name: str, value: Any) -> jax.Array:
     return array.astype(array.dtype) if array.weak_type else array
 
 
+def as_int32(indices: jax.Array) -> jax.Array:
+    """Casts the indices; those that int32 cannot hold stay out of range."""
+    own, wanted = jnp.iinfo(indices.dtype), jnp.iinfo(jnp.int32)
+    if own.min < wanted.min or own.max > wanted.max:
+        indices = jnp.clip(indices, max(own.min, wanted.min), min(own.max, wanted.max))
+    return indices.astype(jnp.int32)
+
+
 def check_width(operation: str, name: str, dtype: jnp.dtype) -> None:
     """Raises TypeError for 8-bit floats."""
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2:

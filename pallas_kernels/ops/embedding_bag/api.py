@@ -11,7 +11,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.embedding_bag.config import is_preferred
 from pallas_kernels.ops.embedding_bag.mosaic_gpu import MOST_FEATURES, embedding_bag_forward
 from pallas_kernels.ops.embedding_bag.reference import embedding_bag_reference
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays
+from pallas_kernels.primitives.checks import as_arrays, as_int32, optional_arrays
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
@@ -62,7 +62,7 @@ def embedding_bag(
     table, indices = as_arrays("embedding_bag", table=table, indices=indices)
     (weights,) = optional_arrays("embedding_bag", weights=weights)
     _check(table, indices, weights, mode)
-    indices = _as_int32(indices)
+    indices = as_int32(indices)
     size = indices.shape[-1]
     is_best = is_preferred(indices.size // max(1, size), size, table.shape[1], table.dtype.itemsize)
     support = {"mosaic": partial(mosaic_unsupported, table, indices, weights), "xla": lambda: None}
@@ -83,14 +83,6 @@ def mosaic_unsupported(table: jax.Array, indices: jax.Array, weights: jax.Array 
     if indices.size and not LANES <= features <= MOST_FEATURES:
         return f"rows have {features} features, the kernel takes {LANES} to {MOST_FEATURES}"
     return mosaic_gpu_unsupported()
-
-
-def _as_int32(indices: jax.Array) -> jax.Array:
-    """Casts the indices; those that int32 cannot hold stay out of range."""
-    own, wanted = jnp.iinfo(indices.dtype), jnp.iinfo(jnp.int32)
-    if own.min < wanted.min or own.max > wanted.max:
-        indices = jnp.clip(indices, max(own.min, wanted.min), min(own.max, wanted.max))
-    return indices.astype(jnp.int32)
 
 
 def _check(table: jax.Array, indices: jax.Array, weights: jax.Array | None, mode: str) -> None:
