@@ -157,6 +157,8 @@ def _free(name: str, first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[
             leading, columns, fixed = set(first[:2]), set(), set(first[2:])
         case "qkv_projection":
             fixed = {shape[-1] for shape in others[:3]}
+        case "embedding":
+            leading = {first[0], *others[0]}
         case "embedding_bag":
             leading, fixed = {first[0], *others[0][:-1]}, {others[0][-1]}
         case "dot_interaction":

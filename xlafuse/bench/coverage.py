@@ -84,8 +84,9 @@ def _rope_spec(heads: tuple[int, int], head_size: int, dtype: str) -> ArgSpec:
 
 
 def row_operations() -> list[OpSpec]:
-    """Returns the operations on rows of any length: all but products, `rope` (heads) and `embedding_bag` (a table)."""
-    return [op for op in REGISTRY.values() if op.name not in ("rope", "embedding_bag") and op.flops is None]
+    """Returns the operations on rows of any length: all but products, `rope` (heads) and lookups in tables."""
+    others = ("rope", "embedding", "embedding_bag")
+    return [op for op in REGISTRY.values() if op.name not in others and op.flops is None]
 
 
 def markdown() -> str:

@@ -58,6 +58,7 @@ _CLASSES = {
     "linear + cross-entropy": ("linear_cross_entropy",),
     "attention": ("attention",),
     "attention with a cache": ("decode_attention",),
+    "embedding": ("embedding",),
     "recommendation": ("embedding_bag", "dot_interaction"),
 }  # fmt: skip
 

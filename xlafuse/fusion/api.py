@@ -15,6 +15,7 @@ from typing import Any, Literal
 import flax
 import jax
 import numpy as np
+from jax._src.interpreters import ad
 from jax.core import Tracer, eval_jaxpr  # pyright: ignore[reportAttributeAccessIssue]
 
 from pallas_kernels.primitives.partitioned import may_be_partitioned
@@ -154,7 +155,9 @@ class _Call:
 
             check_numerics(name, found.plan, closed)
         if self.report is not None:
-            report = make_report(name, found.plan, found.implementations, outside=__file__)
+            report = make_report(
+                name, found.plan, found.implementations, outside=__file__, in_gradient=any(map(_has_tangent, inputs))
+            )
             unseen = report.taken and may_be_partitioned() and jax.device_count() > 1
             self.report(replace(report, notes=(_UNSEEN_SHARDINGS,)) if unseen else report)
         if any(isinstance(each, Tracer) for each in inputs):
@@ -190,6 +193,15 @@ def _refusal(jaxpr: Any, inputs: Sequence[Any]) -> str | None:
         if not isinstance(each, Tracer) and isinstance(each, jax.Array) and len(each.devices()) > 1:
             return "an array is spread over several devices and a kernel sees one; use it inside jax.shard_map"
     return None
+
+
+def _has_tangent(value: Any) -> bool:
+    """Returns whether a derivative with respect to a value is being taken."""
+    while isinstance(value, Tracer):
+        if isinstance(value, ad.JVPTracer | ad.LinearizeTracer):
+            return True
+        value = getattr(value, "val", None)  # of a mapped value
+    return False
 
 
 def is_differentiated(jaxpr: Any) -> bool:

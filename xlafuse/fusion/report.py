@@ -11,6 +11,10 @@ from xlafuse.fusion.site import Refusal, Site
 from xlafuse.fusion.sources import line_of
 
 
+_OF_GRADIENTS = ("embedding",)
+"""Operations that only compute gradients by kernels."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SiteTaken:
     """A call of an operation in place of equations of the program.
@@ -80,10 +84,21 @@ def count_text(taken: int, left: int, refused: int) -> str:
     return f"{taken} site{'' if taken == 1 else 's'} taken, {left_words}{refused} refused"
 
 
-def make_report(function: str, plan: Plan, implementations: Mapping[Site, str], *, outside: str) -> Report:
-    """Makes the report of a plan that has been evaluated. outside: the file that traced the function."""
+def make_report(
+    function: str, plan: Plan, implementations: Mapping[Site, str], *, outside: str, in_gradient: bool
+) -> Report:
+    """Makes the report of a plan that has been evaluated.
+
+    outside: the file that traced the function. in_gradient: whether the trace takes a derivative. Elsewhere sites of
+    which only the gradient changes are not reported.
+    """
     plans = list(plan.walk())
-    taken = [_taken(site, implementations.get(site, "not computed"), outside) for each in plans for site in each.sites]
+    taken = [
+        _taken(site, implementations.get(site, "not computed"), outside)
+        for each in plans
+        for site in each.sites
+        if in_gradient or site.operation not in _OF_GRADIENTS
+    ]
     left = [
         SiteLeft(operation=site.operation, where=line_of(site.root, outside=outside))
         for each in plans

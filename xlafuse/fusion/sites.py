@@ -130,6 +130,7 @@ def spellings(operations: Sequence[str] | None = None, skip: Collection[str] = f
     from xlafuse.fusion import (
         sites_attention,
         sites_batch_norm,
+        sites_embedding,
         sites_losses,
         sites_low_rank,
         sites_products,
@@ -148,6 +149,7 @@ def spellings(operations: Sequence[str] | None = None, skip: Collection[str] = f
             sites_quantized,
             sites_rope,
             sites_batch_norm,
+            sites_embedding,
             sites_rows,
         )
         for spelling in module.SPELLINGS

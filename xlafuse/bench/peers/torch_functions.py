@@ -228,6 +228,13 @@ def lora_linear(x, w, a, b, alpha=1.0, bias=None):
     return (y if bias is None else y + bias,)
 
 
+def embedding(table, ids, mode="fill", dtype=None):
+    """See `pallas_kernels.embedding`. PyTorch takes no index out of range."""
+    del mode
+    y = F.embedding(ids, table)
+    return (y if dtype is None else y.to(getattr(torch, dtype)),)
+
+
 def embedding_bag(table, indices, weights=None, mode="sum"):
     """See `pallas_kernels.embedding_bag`. PyTorch takes no index out of range."""
     bags = indices.reshape(-1, indices.shape[-1])
@@ -276,6 +283,7 @@ FUNCTIONS: Mapping[str, Function] = {
     "batch_norm": batch_norm,
     "linear_cross_entropy": linear_cross_entropy,
     "lora_linear": lora_linear,
+    "embedding": embedding,
     "embedding_bag": embedding_bag,
     "dot_interaction": dot_interaction,
     **_PRODUCTS,
