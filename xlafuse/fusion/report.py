@@ -10,7 +10,6 @@ from xlafuse.fusion.plan import Plan
 from xlafuse.fusion.site import Refusal, Site
 from xlafuse.fusion.sources import line_of
 
-
 _OF_GRADIENTS = ("embedding",)
 """Operations that only compute gradients by kernels."""
 
