@@ -54,7 +54,7 @@ class FusedProgram:
 
     def _found(self, report: Report) -> None:
         self._report = report
-        if not report.taken:
+        if not report.taken and not report.undifferentiated:
             raise NothingFusedError(report)
 
     @property

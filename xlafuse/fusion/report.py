@@ -62,13 +62,18 @@ class SiteRefused:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one trace of a function found. notes: the reasons why `fuse` did not search it."""
+    """What one trace of a function found.
+
+    notes: the reasons why `fuse` did not search it. undifferentiated: of a trace that takes no derivative, the calls of
+    which only the gradient is another program than XLA's.
+    """
 
     function: str
     taken: tuple[SiteTaken, ...] = ()
     left: tuple[SiteLeft, ...] = ()
     refused: tuple[SiteRefused, ...] = ()
     notes: tuple[str, ...] = ()
+    undifferentiated: tuple[SiteTaken, ...] = ()
 
     def __str__(self) -> str:
         counts = count_text(len(self.taken), len(self.left), len(self.refused))
@@ -88,23 +93,24 @@ def make_report(
 ) -> Report:
     """Makes the report of a plan that has been evaluated.
 
-    outside: the file that traced the function. in_gradient: whether the trace takes a derivative. Elsewhere sites of
-    which only the gradient changes are not reported.
+    outside: the file that traced the function. in_gradient: whether the trace takes a derivative.
     """
     plans = list(plan.walk())
-    taken = [
-        _taken(site, implementations.get(site, "not computed"), outside)
-        for each in plans
-        for site in each.sites
-        if in_gradient or site.operation not in _OF_GRADIENTS
-    ]
+    called = [_taken(site, implementations.get(site, "not computed"), outside) for each in plans for site in each.sites]
+    undifferentiated = () if in_gradient else tuple(each for each in called if each.operation in _OF_GRADIENTS)
     left = [
         SiteLeft(operation=site.operation, where=line_of(site.root, outside=outside))
         for each in plans
         for site in each.written
     ]
     refused = [_refused(refusal, outside) for each in plans for refusal in each.refusals]
-    return Report(function=function, taken=tuple(taken), left=tuple(left), refused=tuple(dict.fromkeys(refused)))
+    return Report(
+        function=function,
+        taken=tuple(each for each in called if each not in undifferentiated),
+        left=tuple(left),
+        refused=tuple(dict.fromkeys(refused)),
+        undifferentiated=undifferentiated,
+    )
 
 
 def _taken(site: Site, implementation: str, outside: str) -> SiteTaken:
