@@ -132,3 +132,9 @@ def test_a_program_that_takes_no_derivative_is_not_said_to_change():
         run(TABLE, IDS)
     jax.jit(jax.vmap(jax.value_and_grad(own), (0, None)))(TABLE[None], IDS)
     assert [len(each.taken) for each in reports] == [0, 0, 1, 1]
+
+
+def test_tables_share_what_is_computed_of_the_indices():
+    """Token embeddings of two tables, of one size and of another: each wraps the same indices."""
+    for other in (TABLE, TABLE[:200]):
+        assert len(calls(lambda table, ids, other=other: table[ids] + 2 * other[::-1][ids], TABLE, IDS)) == 2

@@ -177,8 +177,8 @@ def _make_site(
     results, orders, shared = (value,), (proposal.order,), set()
     covered = equations_between(value, [binding for name, binding in arrays.items() if name not in spelling.constants])
     arrays = {name: binding for name, binding in arrays.items() if name not in spelling.constants}
-    if spelling.constants:  # what is computed for several arrays, as the table of a rotation is, is no part of one
-        covered, shared = (own := _dependent(covered, arrays["x"].value)), covered - own
+    if spelling.changed is not None:
+        covered, shared = (own := _dependent(covered, arrays[spelling.changed].value)), covered - own
     if spelling.operation in ("rms_norm", "layer_norm") and (pair := _summands(arrays["x"])) is not None:
         arrays["x"], arrays["residual"], total = pair
         results, orders = (value, total), (proposal.order, ())

@@ -47,6 +47,8 @@ class Spelling:
     further: the number of results after those.
     constants: for each array that must be known when the program is traced, the option that it becomes and a function
         that makes this of it, or None where it is not possible. unknown: why such a site is refused.
+    changed: the array whose equations are the site's alone; those of other arrays, such as a table of angles or
+        indices, may serve several sites. None: all are.
     """
 
     operation: str
@@ -67,6 +69,7 @@ class Spelling:
     further: int = 0
     constants: Mapping[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
     unknown: str = ""
+    changed: str | None = None
 
     @property
     def may_be_taken(self) -> bool:

@@ -237,6 +237,7 @@ def _spellings() -> Iterator[Spelling]:
                 broadcasting=frozenset(("positions",)),
                 constants={**constants, "frequency": ("theta", theta)},
                 unknown=_UNKNOWN_BASE,
+                changed="x",
                 **common,
             )
         for is_integer in (True, False):

@@ -126,7 +126,9 @@ class _Neighbours:
 
     def __init__(self, graph: Graph, called: Sequence[Site]):
         self._returned = set(graph.outputs)
-        self._owners = {equation: site for site in called for equation in site.own}
+        # The forward pass of an embedding is XLA's gather, which takes in what is around it.
+        kernels = [site for site in called if site.operation != "embedding"]
+        self._owners = {equation: site for site in kernels for equation in site.own}
 
     def reason(self, site: Site) -> str | None:
         """Returns why XLA should compute a site, or None."""
