@@ -9,8 +9,9 @@ import pytest
 from draws import integers, normal
 
 from pallas_kernels import embedding, recorded_choices
+from pallas_kernels.ops.embedding.api import one_hot_gradient
 from pallas_kernels.ops.embedding.config import EmbeddingConfig
-from pallas_kernels.ops.embedding.mosaic_gpu_vjp import table_gradient
+from pallas_kernels.ops.embedding.mosaic_gpu_vjp import _sorted, table_gradient
 
 MODES = ("fill", "clip", "promise_in_bounds")
 
@@ -29,10 +30,11 @@ def as_written(table, ids, mode):
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+@pytest.mark.parametrize("rows", [4, 17], ids=["product", "kernels"])
 @pytest.mark.parametrize("mode", MODES)
-def test_indices_out_of_range_mean_what_they_mean_in_jax(seed, mode, implementation):
-    table, dy = normal(seed, (4, 128)), normal(seed + 1, (7, 128))
-    ids = jnp.array([0, -1, 4, -5, 2**31 - 1, -(2**31), 2])
+def test_indices_out_of_range_mean_what_they_mean_in_jax(seed, mode, rows, implementation):
+    table, dy = normal(seed, (rows, 128)), normal(seed + 1, (7, 128))
+    ids = jnp.array([0, -1, rows, -rows - 1, 2**31 - 1, -(2**31), 2])
     want, pull = jax.vjp(lambda table: as_written(table, ids, mode), table)
     got, pull_ours = jax.vjp(lambda table: embedding(table, ids, mode=mode, implementation=implementation), table)
     np.testing.assert_array_equal(got, want)
@@ -78,14 +80,35 @@ def test_configurations_agree(seed, config):
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_sums_are_float32_in_a_fixed_order(seed):
-    """Sums of 600 ones, which in bfloat16 stop at 256; and the same bits whatever else is summed."""
-    ids = jnp.zeros(600, jnp.int32)
-    _, pull = jax.vjp(lambda table: embedding(table, ids, implementation="mosaic"), jnp.ones((2, 128), jnp.bfloat16))
-    np.testing.assert_array_equal(np.asarray(pull(jnp.ones((600, 128), jnp.bfloat16))[0], np.float32)[:, 0], [600, 0])
-    dy = normal(seed, (100, 128))
-    first = table_gradient(dy, jnp.zeros(100, jnp.int32), 1, jnp.float32)
-    np.testing.assert_array_equal(table_gradient(dy, jnp.zeros(100, jnp.int32), 3, jnp.float32)[0], first[0])
+@pytest.mark.parametrize("rows", [2, 257], ids=["product", "kernels"])
+def test_sums_are_float32(rows):
+    """300 ones, which in bfloat16 add up to 256."""
+    ids, dy = jnp.ones(300, jnp.int32), jnp.ones((300, 128), jnp.bfloat16)
+    _, pull = jax.vjp(lambda table: embedding(table, ids, implementation="mosaic"), jnp.ones((rows, 128), jnp.bfloat16))
+    gradient = np.asarray(pull(dy)[0], np.float32)
+    np.testing.assert_array_equal(gradient[:3, 0], [0, 300, 0][:rows])
+    assert not gradient[2:].any()
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_the_order_of_a_sum_is_fixed(seed):
+    """The same bits, whatever else is summed, also if index and place do not fit into 32 bits."""
+    dy, ids = normal(seed, (100, 128)), jnp.zeros(100, jnp.int32)
+    first = table_gradient(dy, ids, 1, jnp.float32)[0]
+    np.testing.assert_array_equal(table_gradient(dy, ids, 3, jnp.float32)[0], first)
+    for rows in (2**32 // 100 - 1, 2**32 // 100):
+        given = integers(seed, (100,), rows - 3, rows)
+        (keys, order), expected = _sorted(given, rows), np.argsort(given, stable=True)
+        np.testing.assert_array_equal(order, expected, err_msg=f"seed={seed}")
+        np.testing.assert_array_equal(keys, given[expected], err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_few_rows_by_a_product_are_what_the_kernels_compute(seed, dtype):
+    dy, ids = normal(seed, (90, 128), dtype), integers(seed, (90,), 0, 4)
+    sums = [each(dy, ids, 3, jnp.float32) for each in (one_hot_gradient, table_gradient)]
+    np.testing.assert_allclose(*sums, rtol=1e-5, atol=1e-5, err_msg=f"seed={seed}")
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -116,11 +139,19 @@ def test_indices_of_any_integer_dtype(dtype):
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
-    ("shape", "entries", "taken"), [((9, 512), 512, "mosaic"), ((9, 512), 3, "xla"), ((9, 64), 8192, "xla")]
+    ("rows", "features", "entries", "dtype", "taken"),
+    [
+        (9000, 512, 512, "bfloat16", "mosaic"),
+        (9000, 512, 511, "bfloat16", "xla"),
+        (9000, 64, 8192, "bfloat16", "xla"),
+        (9000, 512, 8192, "float32", "xla"),
+        (16, 512, 8192, "float32", "mosaic"),
+        (17, 512, 8192, "float32", "xla"),
+    ],
 )
-def test_many_values_take_the_kernels(shape, entries, taken):
+def test_many_values_of_16_bits_and_few_rows_take_the_kernels(rows, features, entries, dtype, taken):
     with recorded_choices() as choices:
-        jax.eval_shape(embedding, jnp.ones(shape), jnp.zeros(entries, jnp.int32))
+        jax.eval_shape(embedding, jnp.ones((rows, features), dtype), jnp.zeros(entries, jnp.int32))
     assert choices[0].taken == taken
 
 

@@ -7,10 +7,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.embedding.config import is_preferred
+from pallas_kernels.ops.embedding.config import is_preferred, is_product
 from pallas_kernels.ops.embedding.mosaic_gpu_vjp import table_gradient
 from pallas_kernels.ops.embedding.reference import embedding_reference, gather_rows
 from pallas_kernels.primitives.checks import as_arrays, as_int32, check_width
@@ -137,8 +138,15 @@ def embedding_backward(lookup, ids, dy):
     else:
         ids = jnp.where(ids < 0, ids + rows, ids)
         ids = jnp.where((ids < 0) | (ids >= rows), rows, ids)
-    dtable = table_gradient(dy.reshape(-1, dy.shape[-1]), ids.reshape(-1), rows, lookup.table_dtype)
-    return dtable, None
+    gradient = one_hot_gradient if is_product(rows, dy.dtype.itemsize) else table_gradient
+    return gradient(dy.reshape(-1, dy.shape[-1]), ids.reshape(-1), rows, lookup.table_dtype), None
+
+
+def one_hot_gradient(dy: jax.Array, ids: jax.Array, rows: int, dtype: DTypeLike) -> jax.Array:
+    """Computes what `table_gradient` does as a matrix product, for few rows. Its products with ones are exact."""
+    one_hot = jax.nn.one_hot(ids, rows, dtype=dy.dtype)
+    precision = {"precision": "highest", "preferred_element_type": jnp.float32}
+    return lax.dot_general(one_hot, dy, (((0,), (0,)), ((), ())), **precision).astype(dtype)
 
 
 _embedding_mosaic.defvjp(_mosaic_fwd, embedding_backward)

@@ -1,4 +1,4 @@
-"""How the kernels of the table's gradient split their work."""
+"""How the table's gradient is computed, and how its kernels split their work."""
 
 from __future__ import annotations
 
@@ -73,11 +73,23 @@ class Strips:
 
 
 _FEWEST_VALUES = 2**18
-"""The fewest values of the rows for which the kernels are preferred."""
+"""The fewest values of the rows for which the kernels' launches, of 10 µs in all, are worth it."""
+_PRODUCT_ROWS = {2: 256, 4: 16}
+"""The most rows of a table whose gradient is a product, by the bytes of a value of dy: see TUNING.md."""
+
+
+def is_product(rows: int, itemsize: int) -> bool:
+    """Returns whether the gradient of a table of so many rows is a product of one-hot indices with dy."""
+    return rows <= _PRODUCT_ROWS[itemsize]
 
 
 def is_preferred(entries: int, table: tuple[int, ...], itemsize: int) -> bool:
-    """Returns whether the kernels are likely faster than XLA. table: (rows, features). itemsize: bytes of a row's
-    value."""
-    del itemsize
-    return entries * table[1] >= _FEWEST_VALUES
+    """Returns whether the gradient is likely faster than XLA's scatter-add.
+
+    XLA adds float32 by atomics that never try again. Only equal indices slow them down, which few rows must have.
+
+    table: (rows, features). itemsize: bytes of a value of dy.
+    """
+    rows, features = table
+    is_slow = itemsize == 2 or (itemsize == 4 and is_product(rows, itemsize))
+    return is_slow and entries * features >= _FEWEST_VALUES

@@ -37,10 +37,23 @@ def table_gradient(
     dy: (entries, features), at least 128 features. ids: (entries,) int32, from 0 to `rows`; `rows` itself adds nothing.
     """
     config = config or default_config(rows)
-    sorted_ids, order = lax.sort((ids, lax.iota(jnp.int32, ids.size)), num_keys=1, is_stable=True)
+    sorted_ids, order = _sorted(ids, rows)
     bounds = _run_bounds(sorted_ids, rows)
     pieces = _section_sums(dy, sorted_ids, order, bounds, config)
     return _row_sums(dy, order, bounds, pieces, dtype, config)
+
+
+def _sorted(ids: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the sorted indices and the place of each in `ids`; equal ones keep their order.
+
+    XLA sorts 8192 numbers in 23 µs, pairs in 40 (H100). So index and place become one number of 32 bits, if they fit.
+    """
+    entries, place = ids.size, lax.iota(jnp.int32, ids.size)
+    if (rows + 1) * entries > 2**32:
+        return lax.sort((ids, place), num_keys=1, is_stable=True)
+    size = jnp.uint32(entries)
+    keys = lax.sort(ids.astype(jnp.uint32) * size + place.astype(jnp.uint32), is_stable=False)
+    return (keys // size).astype(jnp.int32), (keys % size).astype(jnp.int32)
 
 
 def _run_bounds(sorted_ids: jax.Array, rows: int) -> jax.Array:
