@@ -14,7 +14,7 @@ import numpy as np
 from pallas_kernels.ops.embedding.config import is_preferred
 from pallas_kernels.ops.embedding.reference import gather_rows
 from pallas_kernels.primitives.rows import LANES
-from xlafuse.fusion.graph import LAYOUTS, Equation, Value, constant
+from xlafuse.fusion.graph import Equation, Value, behind, constant
 from xlafuse.fusion.sites import Proposal, Spelling, same_order
 
 _MODES = {"FILL_OR_DROP": "fill", "CLIP": "clip", "PROMISE_IN_BOUNDS": "promise_in_bounds"}
@@ -40,7 +40,7 @@ def _lookups(value: Value, *, casts_first: bool) -> Iterator[Proposal]:
         return
     static = {} if (mode := _MODES[gather.params["mode"].name]) == "fill" else {"mode": mode}
     static |= {} if value.dtype == table.dtype else {"dtype": value.dtype.name}
-    for dtype in {places.dtype: None, _without_layouts(places).dtype: None}:
+    for dtype in {places.dtype: None, behind(places).dtype: None}:
         if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).max >= table.shape[0]:
             ids = jax.ShapeDtypeStruct(value.shape[:-1], dtype)
             arrays = {"table": jax.ShapeDtypeStruct(table.shape, table.dtype), "ids": ids}
@@ -68,12 +68,6 @@ def _before_narrowing(value: Value) -> Value:
     if value.primitive == "convert_element_type" and value.equation is not None:
         inner = value.equation.inputs[0]
         return inner if inner.dtype.itemsize > value.dtype.itemsize else value
-    return value
-
-
-def _without_layouts(value: Value) -> Value:
-    while value.primitive in LAYOUTS and value.equation is not None:
-        value = value.equation.inputs[0]
     return value
 
 
