@@ -173,15 +173,14 @@ def _add_rows(
     With many loads in flight; what is left over is added with a quarter of them, and so on.
     """
 
-    def add(first, count, sums):
-        rows = [load_row(rows_ref.at[row_at(first + i), columns], strips.segments) for i in range(count)]
+    def add(trip, sums, *, begin, count):
+        places = [row_at(begin + trip * count + i) for i in range(count)]
+        rows = [load_row(rows_ref.at[place, columns], strips.segments) for place in places]
         return functools.reduce(lambda sums, row: map_row(jnp.add, sums, to_float32(row)), rows, sums)
 
-    at_once = strips.rows_at_once(rows_ref.dtype.itemsize, bytes_at_once)
-    while at_once:
-        trips, step = lax.div(end - begin, at_once), functools.partial(add, count=at_once)
-        sums = lax.fori_loop(
-            0, trips, lambda i, sums, at=begin, n=at_once, step=step: step(at + i * n, sums=sums), sums
-        )
-        begin, at_once = begin + trips * at_once, at_once // 4
+    count = strips.rows_at_once(rows_ref.dtype.itemsize, bytes_at_once)
+    while count:
+        trips = lax.div(end - begin, count)
+        sums = lax.fori_loop(0, trips, functools.partial(add, begin=begin, count=count), sums)
+        begin, count = begin + trips * count, count // 4
     return sums
