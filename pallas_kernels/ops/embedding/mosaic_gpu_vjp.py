@@ -50,7 +50,8 @@ def _sorted(ids: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """
     entries, place = ids.size, lax.iota(jnp.int32, ids.size)
     if (rows + 1) * entries > 2**32:
-        return lax.sort((ids, place), num_keys=1, is_stable=True)
+        sorted_ids, order = lax.sort((ids, place), num_keys=1, is_stable=True)
+        return sorted_ids, order
     size = jnp.uint32(entries)
     keys = lax.sort(ids.astype(jnp.uint32) * size + place.astype(jnp.uint32), is_stable=False)
     return (keys // size).astype(jnp.int32), (keys % size).astype(jnp.int32)
