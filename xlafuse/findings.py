@@ -83,8 +83,12 @@ def traced_for(target: Target) -> contextlib.ExitStack:
 
 
 def _findings(plan: Plan) -> Iterator[Finding]:
+    from xlafuse.fusion.sites import OF_GRADIENTS
+
     for each in plan.walk():
         for site in each.sites:
+            if site.operation in OF_GRADIENTS:  # a finding is of launches of the forward pass, too
+                continue
             yield Finding(operation=site.operation, outcome="taken", text=_call(site), lines=_lines(site.covered))
         for site in each.written:
             yield Finding(operation=site.operation, outcome="left", text=_why_left(site), lines=_lines(site.covered))

@@ -8,10 +8,8 @@ from typing import Any
 
 from xlafuse.fusion.plan import Plan
 from xlafuse.fusion.site import Refusal, Site
+from xlafuse.fusion.sites import OF_GRADIENTS
 from xlafuse.fusion.sources import line_of
-
-_OF_GRADIENTS = ("embedding",)
-"""Operations that only compute gradients by kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +95,7 @@ def make_report(
     """
     plans = list(plan.walk())
     called = [_taken(site, implementations.get(site, "not computed"), outside) for each in plans for site in each.sites]
-    undifferentiated = () if in_gradient else tuple(each for each in called if each.operation in _OF_GRADIENTS)
+    undifferentiated = () if in_gradient else tuple(each for each in called if each.operation in OF_GRADIENTS)
     left = [
         SiteLeft(operation=site.operation, where=line_of(site.root, outside=outside))
         for each in plans

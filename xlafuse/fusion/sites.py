@@ -122,6 +122,10 @@ _JOINED = {"linear", "rms_norm", "layer_norm", "cross_entropy"}
 """Operations that are found also where they are not wanted, as parts of larger ones."""
 
 
+OF_GRADIENTS = ("embedding",)
+"""Operations of which only the gradient is another program than XLA's."""
+
+
 def spellings(operations: Sequence[str] | None = None, skip: Collection[str] = frozenset()) -> tuple[Spelling, ...]:
     """Returns the spellings of some operations and their parts, or all; the largest sites first.
 

@@ -15,6 +15,7 @@ from xlafuse.fusion.binding import Binding, is_permuted
 from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, behind
 from xlafuse.fusion.prepare import Normed
 from xlafuse.fusion.site import Refusal, Site
+from xlafuse.fusion.sites import OF_GRADIENTS
 from xlafuse.fusion.terms import ELEMENTWISE
 
 _STREAMING = frozenset(("rms_norm", "layer_norm", "softmax", "bias_activation", "gated_activation"))
@@ -126,8 +127,7 @@ class _Neighbours:
 
     def __init__(self, graph: Graph, called: Sequence[Site]):
         self._returned = set(graph.outputs)
-        # The forward pass of an embedding is XLA's gather, which takes in what is around it.
-        kernels = [site for site in called if site.operation != "embedding"]
+        kernels = [site for site in called if site.operation not in OF_GRADIENTS]
         self._owners = {equation: site for site in kernels for equation in site.own}
 
     def reason(self, site: Site) -> str | None:
