@@ -16,7 +16,8 @@ class SiteTaken:
     """A call of an operation in place of equations of the program.
 
     where: file and line of the last of these, as the user wrote it. arrays: the dtypes and shapes, by name.
-    options: the other arguments. implementation: what the operation took. equations: how many it replaces.
+    options: the other arguments. implementation: what the operation took. equations: how many it replaces. note: what
+    is done in place of a call of an operation.
     """
 
     operation: str
@@ -25,8 +26,12 @@ class SiteTaken:
     options: Mapping[str, Any]
     implementation: str
     equations: int
+    note: str = ""
 
     def __str__(self) -> str:
+        if self.note:
+            factors = " by ".join(self.arrays.values())
+            return f"{self.where}: {self.operation} of {factors}: {self.note}"
         given = [*(f"{name}={array}" for name, array in self.arrays.items())]
         given += [f"{name}={value!r}" for name, value in self.options.items()]
         replaced = f"{self.equations} equation{'' if self.equations == 1 else 's'}"
@@ -83,7 +88,8 @@ def count_text(taken: int, left: int, refused: int) -> str:
 def make_report(function: str, plan: Plan, implementations: Mapping[Site, str], *, outside: str) -> Report:
     """Makes the report of a plan that has been evaluated. outside: the file that traced the function."""
     plans = list(plan.walk())
-    taken = [_taken(site, implementations.get(site, "not computed"), outside) for each in plans for site in each.sites]
+    known = {site: "xla" for each in plans for site in each.sites if site.note} | dict(implementations)
+    taken = [_taken(site, known.get(site, "not computed"), outside) for each in plans for site in each.sites]
     left = [
         SiteLeft(operation=site.operation, where=line_of(site.root, outside=outside))
         for each in plans
@@ -104,6 +110,7 @@ def _taken(site: Site, implementation: str, outside: str) -> SiteTaken:
         options=dict(site.options),
         implementation=implementation,
         equations=len(site.covered),
+        note=site.note,
     )
 
 
