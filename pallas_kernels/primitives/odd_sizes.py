@@ -79,8 +79,7 @@ def padding_of(
     """
     operands, shapes = (lhs, rhs), (tuple(lhs.shape), tuple(rhs.shape))
     contracting, batch = dimensions
-    is_known = not any(is_symbolic_dim(size) for shape in shapes for size in shape)
-    if target_device().platform != "cuda" or not is_known or not all(map(_has_16_bits, operands)) or batch[0]:
+    if target_device().platform != "cuda" or batch[0] or not all(map(_may_be_padded, operands)):
         return None
     dtype = jnp.dtype(result_dtype or lhs.dtype)
     free = [[axis for axis in range(len(shape)) if axis not in contracting[i]] for i, shape in enumerate(shapes)]
@@ -134,8 +133,12 @@ def matmul(x: jax.Array, w: jax.Array, *, preferred_element_type: DTypeLike | No
     return padded_product(x, w, MATRICES, padding, preferred_element_type=preferred_element_type)
 
 
-def _has_16_bits(operand: Any) -> bool:
-    return operand.dtype in (jnp.bfloat16, jnp.float16)
+def _may_be_padded(operand: Any) -> bool:
+    """Returns whether an operand has 16 bits, known sizes, and lies on one device as far as a trace can tell."""
+    aval = jax.typeof(operand) if isinstance(operand, jax.Array) else operand
+    is_known = not any(map(is_symbolic_dim, aval.shape))
+    is_sharded = any(each is not None for each in getattr(getattr(aval, "sharding", None), "spec", ()))
+    return is_known and not is_sharded and aval.dtype in (jnp.bfloat16, jnp.float16)
 
 
 def _row(shape: Sequence[int], axis: int, axes: Sequence[int]) -> int:

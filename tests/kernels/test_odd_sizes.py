@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from draws import normal
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import Norm, linear, linear_cross_entropy, norm_linear
 from pallas_kernels.primitives.odd_sizes import MATRICES, Padding, padded_product, padding_of
@@ -53,6 +53,9 @@ def test_what_is_padded(lhs, rhs, dimensions, sizes, only_gradients):
 def test_what_is_never_padded():
     assert padded(struct(8192, 1024, dtype=jnp.float32), struct(1024, 50257, dtype=jnp.float32)) is None
     assert padding_of(struct(8192, 1024), struct(1024, 50257), MATRICES) is None, "on a CPU"
+    mesh = AbstractMesh((2,), ("d",), axis_types=(AxisType.Explicit,), abstract_device=H100)
+    w = jax.ShapeDtypeStruct((1024, 50258), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(None, "d")))
+    assert padded(struct(8192, 1024), w) is None, "sharded"
     few = struct(1024, 512), struct(512, 50257)
     assert padded(*few) is not None
     assert padded(*few, copies_result=True) is None, "the copy of the result takes what the product saves"

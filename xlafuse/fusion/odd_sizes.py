@@ -68,8 +68,8 @@ def padding_for(product: Equation, *, copies_result: bool = False) -> Padding | 
     if any(each.literal is not None or "iota" in primitives_before(each) for each in (lhs, rhs)):
         return None  # one-hot rows are made in the product's launch
     return padding_of(
-        lhs,
-        rhs,
+        lhs.aval,
+        rhs.aval,
         product.params["dimension_numbers"],
         result_dtype=product.outputs[0].dtype,
         minor=(_minor_axis(lhs), _minor_axis(rhs)),
