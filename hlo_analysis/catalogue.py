@@ -20,6 +20,7 @@ PATTERNS = {
     "linear_residual_norm": "a product, a residual sum and a normalization of the sum",
     "lora_linear": "a product with a correction of low rank",
     "norm_linear": "a normalization of rows and a product of them",
+    "padded_product": "a product with rows that begin between multiples of 16 bytes",
     "quantized_linear": "a product with weights that are widened from integers",
     "rms_norm": "a normalization of rows by their root mean square",
     "rope": "a rotation of pairs of a vector's elements, joined again",

@@ -29,7 +29,7 @@ from hlo_analysis.patterns.launch_patterns import (
     takes_sixteen_bits,
 )
 from hlo_analysis.program.facts import LaunchRow
-from pallas_kernels.ops.linear_cross_entropy.config import is_preferred, is_preferred_forward
+from pallas_kernels.ops.linear_cross_entropy.config import columns_for, is_preferred, is_preferred_forward
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import dtypes_unsupported
 from pallas_kernels.primitives.rows import LANES
@@ -102,7 +102,8 @@ def _loss_unsupported(launches: Sequence[LaunchRow]) -> str | None:
     if len(pairs) != 1:
         return None
     ((hidden, w),) = pairs
-    if reason := operands_unsupported(hidden, w):
+    padded = jax.ShapeDtypeStruct((w.shape[0], columns_for(w.shape[1])), w.dtype)
+    if reason := operands_unsupported(hidden, padded):  # pyright: ignore[reportArgumentType]
         return reason
     (features, rows), vocabulary = hidden.shape, w.shape[1]
     has_gradient = any("jvp(" in name for launch in launches for name in launch.facts.all_op_names)
@@ -159,6 +160,7 @@ _CHECKS: dict[str, Check] = {
     "batch_norm": _features_unsupported,
     "linear_cross_entropy": _loss_unsupported,
     "lora_linear": lambda launches: None,  # which of its three products is x @ w, the launches do not tell
+    "padded_product": lambda launches: None,
     "rope": _dtypes_unsupported,
     **dict.fromkeys(
         ("cross_entropy", "dropout_residual_norm", "layer_norm", "rms_norm", "softmax"), _rows_unsupported
@@ -193,6 +195,7 @@ _CALLS = {
 
 def _kernel(name: str, pattern: str, unsupported: Check, note: Callable[[Sequence[LaunchRow]], str]) -> Kernel:
     call = _CALLS.get(name, "fn = xlafuse.fuse(fn)  # which calls it here")
+    code = "" if name == "padded_product" else f"from xlafuse.kernels import {name}\n\n{call}"
     return Kernel(
         name=name,
         pattern=pattern,
@@ -200,7 +203,7 @@ def _kernel(name: str, pattern: str, unsupported: Check, note: Callable[[Sequenc
         compute_capabilities=_HOPPER,
         unsupported=unsupported,
         note=note,
-        code=f"from xlafuse.kernels import {name}\n\n{call}",
+        code=code,
     )
 
 
@@ -217,9 +220,9 @@ def catalogue_of(findings: Sequence[Finding] | None) -> Catalogue:
     """
     if findings is None:
         return KERNELS
-    from xlafuse.fusion.sites import PARTS, spellings
+    from xlafuse.fusion.sites import operations
 
-    sought = {spelling.operation for spelling in spellings()} | PARTS.keys()
+    sought = operations()
     taken = dict.fromkeys(each.operation for each in findings if each.outcome == "taken")
     found: list[Kernel] = []
     for own in KERNELS:

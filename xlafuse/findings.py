@@ -106,6 +106,8 @@ def _lines(equations: Collection[Any]) -> frozenset[str]:
 
 
 def _call(site: Site) -> str:
+    if site.note:
+        return f"{site.operation}, {site.note}"
     arrays = [
         f"{name}={each.value.dtype}[{','.join(map(str, each.shape))}]" for name, each in sorted(site.arrays.items())
     ]

@@ -101,11 +101,11 @@ class _Change:
 
 def _change(missed: MissedFusion) -> _Change | None:
     """Returns the change that a missed fusion asks for; None if only the program's author can make it."""
-    from xlafuse.fusion.sites import spellings
+    from xlafuse.fusion.sites import operations
 
     if missed.options:
         return _Change(options=missed.options)
-    if missed.kernel in {spelling.operation for spelling in spellings()}:
+    if missed.kernel in operations():
         return _Change(operation=missed.kernel)
     return None
 

@@ -34,6 +34,7 @@ SWITCHED_OFF = "switched off"
 SHARED_INPUT = "shared input read again"
 INSERTED = "inserted after fusion"
 KEPT = "kept for the backward pass"
+ODD_SIZE = "odd size"
 UNRECORDED = "unrecorded"
 OTHER_RULE = "other rule"
 
@@ -73,6 +74,8 @@ CATEGORIES: dict[str, str] = {
     SHARED_INPUT: "Several launches, none of which needs another, read one value that a single launch could read once.",
     INSERTED: "One end did not exist when XLA fused: a later pass put it in, such as a copy that keeps a buffer whole.",
     KEPT: "The forward pass writes what the backward pass could compute again from other values that it reads.",
+    ODD_SIZE: "A matrix product has rows that do not all begin at multiples of 16 bytes: no cuBLAS kernel takes it, "
+    "and XLA's Triton kernel loads such rows a few bytes at a time.",
     UNRECORDED: "Two launches, and no pass recorded a reason for the edge.",
     OTHER_RULE: "XLA gave a reason that this tool has no group for; its words are kept.",
 }

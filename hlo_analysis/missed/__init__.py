@@ -12,6 +12,7 @@ Kinds of missed fusion, by module:
 - `shared_reads.py`: several launches read one input that a single launch could read once.
 - `layout_roundtrip.py`: an array is transposed whole so that a part of it can be updated, or read or written by a loop.
 - `kept_values.py`: the forward pass writes what the backward pass could compute again.
+- `odd_sizes.py`: products of sizes that no library's kernel takes: they move no byte more, but take longer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import Candidate, in_order
 from hlo_analysis.missed.kept_values import kept_for_gradients
 from hlo_analysis.missed.layout_roundtrip import transposed_for_loops, transposed_for_updates
+from hlo_analysis.missed.odd_sizes import odd_sizes
 from hlo_analysis.missed.producer_consumer import between_launches, filled_for_loops, through_updates
 from hlo_analysis.missed.program import Program
 from hlo_analysis.missed.shared_reads import read_again, read_at_once
@@ -40,6 +42,7 @@ _RULES: tuple[Callable[[Program], Iterator[Candidate]], ...] = (
     read_again,
     transposed_for_loops,
     kept_for_gradients,
+    odd_sizes,
 )
 """The rules that find missed fusions, beside `transposed_for_updates`."""
 
@@ -101,4 +104,5 @@ def _passes(candidate: Candidate, launches: Sequence[LaunchRow]) -> bool:
     ends = [launches[index] for index in {found.producer, *found.consumers}]
     around = sum(launch.roofline_us * launch.repeat for launch in ends)
     saves_time = found.category != categories.SHARED_INPUT and found.time_at_stake_us >= smallest * around
-    return found.bytes_at_stake > 0 and (found.share >= smallest or saves_time)
+    is_large = found.bytes_at_stake > 0 and found.share >= smallest
+    return is_large or (saves_time and (found.bytes_at_stake > 0 or candidate.slow_us > 0))

@@ -36,12 +36,14 @@ class Candidate:
 
     saved_us: microseconds of memory traffic that each launch saves in one run of the program, by its index.
     removed: launches that the fusion removes, with their overhead.
+    slow_us: microseconds beyond the roofline that it saves.
     portion: how much of their overhead it removes.
     """
 
     found: MissedFusion
     saved_us: Mapping[int, float]
     removed: tuple[int, ...]
+    slow_us: float = 0.0
     portion: float = 1.0
 
 
@@ -58,6 +60,7 @@ def missed(
     reason: str,
     category: str,
     remedy: Remedy,
+    slow_us: float = 0.0,
 ) -> Candidate:
     """Makes the record with its times. ends: the launches whose traffic `share` divides by, the producer first."""
     stake, saved_us = int(stake * remedy.portion), {index: time * remedy.portion for index, time in saved_us.items()}
@@ -70,7 +73,7 @@ def missed(
         producer=producer,
         consumers=consumers,
         bytes_at_stake=stake,
-        time_at_stake_us=sum(saved_us.values()) + overhead,
+        time_at_stake_us=sum(saved_us.values()) + overhead + slow_us,
         share=min(stake / traffic, 1.0) if traffic else 0.0,
         reason=reason,
         category=category,
@@ -82,9 +85,8 @@ def missed(
         scope=next((end.scope for end in ends if end.scope), ""),  # what XLA put in has none
         source=next((end.source for end in ends if end.source), None),
     )
-    return Candidate(
-        found=found, saved_us=saved_us, removed=tuple(launch.index for launch in removed), portion=remedy.portion
-    )
+    gone = tuple(launch.index for launch in removed)
+    return Candidate(found=found, saved_us=saved_us, removed=gone, slow_us=slow_us, portion=remedy.portion)
 
 
 def memory_us(launch: LaunchRow, byte_count: float, device: Device) -> float:
@@ -107,7 +109,7 @@ def in_order(
 
     def remains(candidate: Candidate) -> float:
         memory = sum(min(time, max(rest[index], 0.0)) for index, time in candidate.saved_us.items())
-        return memory + candidate.portion * sum(overhead[index] for index in candidate.removed)
+        return memory + candidate.slow_us + candidate.portion * sum(overhead[index] for index in candidate.removed)
 
     def entry(number: int) -> tuple:
         candidate, found = candidates[number], candidates[number].found

@@ -66,6 +66,13 @@ ATTENTION = Remedy(
     "queries against a long cache want a kernel for decoding",
     code='out = jax.nn.dot_product_attention(query, key, value, implementation="cudnn")',
 )
+PADDED = Remedy(
+    kind="rewrite",
+    pattern="padded_product",
+    text="pad {size} to {padded} in the model (a vocabulary, features), or add zeros to what is multiplied and take a "
+    "part of the result, which XLA fuses with what reads it: cuBLAS takes rows that begin at multiples of 16 bytes",
+    code="# before: y = x @ w\ny = (x @ jnp.pad(w, ((0, 0), (0, {more}))))[..., :{size}]",
+)
 ATTENTION_CAST = Remedy(
     kind="rewrite",
     text="cast query, key and value to bfloat16 or float16 first, "

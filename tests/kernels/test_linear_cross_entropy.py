@@ -98,6 +98,34 @@ def test_what_the_kernel_refuses(changed):
 
 
 @pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "options"),
+    [
+        (8, 391, {"reduction": "mean"}),
+        (8, 391, {"label_smoothing": 0.1, "z_loss": 1e-3}),
+        (72, 133, {"reduction": "sum", "label_smoothing": 0.1}),
+    ],
+)
+def test_columns_of_zeros_behind_an_odd_vocabulary_count_nowhere(rows, vocabulary, options):
+    """All logits are far below those of the padding, whose exponentials would overflow."""
+    hidden, w, _ = arrays(rows, vocabulary=vocabulary)
+    hidden, w = hidden.at[:, 0].set(1), w.at[0].add(-300)
+    labels = jnp.arange(rows).at[1].set(vocabulary - 1).at[2].set(-1)
+
+    def results(implementation, dtype=jnp.bfloat16):
+        def total(hidden, w):
+            return linear_cross_entropy(hidden, w, labels, **options, implementation=implementation).sum()
+
+        return jax.tree.leaves(jax.value_and_grad(total, argnums=(0, 1))(hidden.astype(dtype), w.astype(dtype)))
+
+    exact = results("xla", jnp.float32)
+    for own, other, right in zip(results("mosaic"), results("xla"), exact, strict=True):
+        assert own.shape == right.shape
+        error = np.abs(np.asarray(own, np.float32) - right).max()
+        assert error <= 2 * np.abs(np.asarray(other, np.float32) - right).max() + 1e-2 * np.abs(right).max()
+
+
+@pytest.mark.usefixtures("interpreter")
 def test_labels_that_do_not_count():
     """Ignored ones lose nothing and those out of range NaN; neither has a gradient, nor counts towards the mean."""
     hidden, w, _ = arrays()

@@ -101,7 +101,8 @@ class Finder:
         """Yields each site, at any depth, with edits to try. inputs: the numbers of the plan's inputs."""
         values, equations = graph_numbers(self.numbering, plan.graph, inputs)
         for site in sorted(plan.sites, key=lambda site: site.root.index):
-            yield site, tuple(dict.fromkeys(_SiteEdits(self, plan, site, values, path).all()))
+            edits = () if site.note else dict.fromkeys(_SiteEdits(self, plan, site, values, path).all())
+            yield site, tuple(edits)
         for equation, bodies in plan.inner.items():
             for name, plans in bodies.items():
                 given = equation.params[name]

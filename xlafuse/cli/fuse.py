@@ -185,10 +185,10 @@ def _findings(
     taken = [
         Taken(
             operation=site.operation,
-            implementation=implementations.get(site, "not computed"),
+            implementation="xla" if site.note else implementations.get(site, "not computed"),
             where=line_of(site.root, outside=__file__),
             function=stack[0].function if stack else name,
-            call="".join(map(str, call_text(site, {each: (each,) for each in site.arrays}))),
+            call=site.note or "".join(map(str, call_text(site, {each: (each,) for each in site.arrays}))),
             arrays={own: _array(binding.value.dtype, binding.shape) for own, binding in site.arrays.items()},
             equations=len(site.covered),
             is_in_diff=site in edits,
@@ -312,6 +312,7 @@ def _show(findings: Findings) -> None:
 
     from hlo_analysis.report.formats import plural
     from xlafuse.fusion.report import count_text
+    from xlafuse.fusion.sites import OTHERS
 
     console = Console(highlight=False, soft_wrap=True)
 
@@ -328,7 +329,7 @@ def _show(findings: Findings) -> None:
         what = f"{each.operation} {by} for {plural(each.equations, 'equation')}{times}"
         line(f"\n{each.where}, in {each.function}: {what}", "cyan")
         if not each.is_in_diff:
-            line(f"    by hand: {each.call}")
+            line(f"    {each.call}" if each.operation in OTHERS else f"    by hand: {each.call}")
         line("    " + ", ".join(f"{name} {array}" for name, array in each.arrays.items()), "dim")
     if findings.diff:
         line("")

@@ -20,6 +20,7 @@ from pallas_kernels.primitives.platform import target_device
 from xlafuse.fusion.binding import Binding, is_permuted, is_whole, order_of
 from xlafuse.fusion.dropout import is_dropped
 from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, behind
+from xlafuse.fusion.odd_sizes import NAME as PADDED
 from xlafuse.fusion.prepare import Normed, of_hidden, with_positions, with_weight
 from xlafuse.fusion.projection import project
 from xlafuse.fusion.schedule import is_acyclic
@@ -62,7 +63,8 @@ def combined(
         if site.operation in _NORMS and any(is_dropped(binding.value) for binding in site.arrays.values())
     ]
     wanted = [site for site in together if site.operation not in _PARTS and combination.is_wanted(site.operation)]
-    called, written, more = worthwhile(graph, wanted, combination.implementation, keeps_all=ops is not None)
+    options = {"keeps_all": ops is not None, "pads": combination.is_wanted(PADDED)}
+    called, written, more = worthwhile(graph, wanted, combination.implementation, **options)
     called = with_streams(graph, called, combination.implementation)
     if combination.judges:
         called = with_gradients_only(graph, called)

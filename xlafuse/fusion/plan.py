@@ -10,6 +10,8 @@ from typing import Any
 from xlafuse.fusion.binding import Binding, transposed
 from xlafuse.fusion.combine import combined
 from xlafuse.fusion.graph import Equation, Graph, Value, build, is_free
+from xlafuse.fusion.odd_sizes import NAME as PADDED
+from xlafuse.fusion.odd_sizes import padded_products
 from xlafuse.fusion.reasons import refusals
 from xlafuse.fusion.search import Search
 from xlafuse.fusion.site import Refusal, Site
@@ -78,6 +80,10 @@ def make_plan(
     candidates = [site for spelling in spellings if spelling.may_be_taken for site in search.sites(spelling)]
     sites, overlapping = _reading_only_results(*_without_overlap(graph, candidates))
     sites, written, combining = combined(graph, sites, ops, skip)
+    if (ops is None or PADDED in ops) and PADDED not in skip:
+        padded = padded_products(graph, sites)
+        roots = {site.root for site in padded}
+        sites, written = (*sites, *padded), tuple(site for site in written if roots.isdisjoint(site.covered))
     inner = {}
     for equation in graph.equations:
         bodies = {}

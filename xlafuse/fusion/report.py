@@ -17,7 +17,8 @@ class SiteTaken:
     """A call of an operation in place of equations of the program.
 
     where: file and line of the last of these, as the user wrote it. arrays: the dtypes and shapes, by name.
-    options: the other arguments. implementation: what the operation took. equations: how many it replaces.
+    options: the other arguments. implementation: what the operation took. equations: how many it replaces. note: what
+    is done in place of a call of an operation.
     """
 
     operation: str
@@ -26,8 +27,12 @@ class SiteTaken:
     options: Mapping[str, Any]
     implementation: str
     equations: int
+    note: str = ""
 
     def __str__(self) -> str:
+        if self.note:
+            factors = " by ".join(self.arrays.values())
+            return f"{self.where}: {self.operation} of {factors}: {self.note}"
         given = [*(f"{name}={array}" for name, array in self.arrays.items())]
         given += [f"{name}={value!r}" for name, value in self.options.items()]
         replaced = f"{self.equations} equation{'' if self.equations == 1 else 's'}"
@@ -94,7 +99,8 @@ def make_report(
     outside: the file that traced the function. in_gradient: whether the trace takes a derivative.
     """
     plans = list(plan.walk())
-    called = [_taken(site, implementations.get(site, "not computed"), outside) for each in plans for site in each.sites]
+    known = {site: "xla" for each in plans for site in each.sites if site.note} | dict(implementations)
+    called = [_taken(site, known.get(site, "not computed"), outside) for each in plans for site in each.sites]
     undifferentiated = () if in_gradient else tuple(each for each in called if each.operation in OF_GRADIENTS)
     left = [
         SiteLeft(operation=site.operation, where=line_of(site.root, outside=outside))
@@ -122,6 +128,7 @@ def _taken(site: Site, implementation: str, outside: str) -> SiteTaken:
         options=dict(site.options),
         implementation=implementation,
         equations=len(site.covered),
+        note=site.note,
     )
 
 

@@ -51,6 +51,11 @@ class Site:
         return frozenset(equation for equation in self.covered if not is_free(equation))
 
     @property
+    def note(self) -> str:
+        """Says what is done in place of a call of an operation; "" for an operation."""
+        return ""
+
+    @property
     def root(self) -> Equation:
         """Returns the equation whose result the call computes."""
         assert self.results[0].equation is not None

@@ -118,12 +118,24 @@ PARTS = {
 """The parts that `combine` makes operations of: other operations, "rotation" and "dequantized"."""
 OPERATIONS = {"rotation": "rope", "dequantized": "quantized_linear"}
 """The operations that reports name for parts that are none themselves."""
+OTHERS = frozenset(("padded_product",))
+"""What `fuse` also does, and `ops` and `skip` name: see `odd_sizes`."""
 _JOINED = {"linear", "rms_norm", "layer_norm", "cross_entropy"}
 """Operations that are found also where they are not wanted, as parts of larger ones."""
 
 
+<<<<<<< HEAD
 OF_GRADIENTS = ("embedding",)
 """Operations of which only the gradient is another program than XLA's."""
+=======
+def operations() -> frozenset[str]:
+    """Returns the names that `ops` and `skip` may have."""
+    return _names(spellings())
+
+
+def _names(every: Sequence[Spelling]) -> frozenset[str]:
+    return frozenset({spelling.operation for spelling in every} | PARTS.keys() | OTHERS) - OPERATIONS.keys()
+>>>>>>> h/oddsize
 
 
 def spellings(operations: Sequence[str] | None = None, skip: Collection[str] = frozenset()) -> tuple[Spelling, ...]:
@@ -161,7 +173,7 @@ def spellings(operations: Sequence[str] | None = None, skip: Collection[str] = f
         )
         for spelling in module.SPELLINGS
     )
-    known = ({spelling.operation for spelling in every} | PARTS.keys()) - OPERATIONS.keys()
+    known = _names(every)
     for option, names in (("ops", operations or ()), ("skip", skip)):
         for name in names:
             if name not in known:

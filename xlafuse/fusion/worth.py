@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from pallas_kernels.ops.linear_cross_entropy.config import columns_for
 from pallas_kernels.primitives.platform import target_device
 from xlafuse.fusion.binding import Binding, is_permuted
 from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, behind
+from xlafuse.fusion.odd_sizes import padding_for
 from xlafuse.fusion.prepare import Normed
 from xlafuse.fusion.site import Refusal, Site
 from xlafuse.fusion.sites import OF_GRADIENTS
@@ -42,13 +44,19 @@ _FUSIBLE = ELEMENTWISE | _EXPANDED | {"add", "sub", "mul", "div", "square", "int
 
 
 def worthwhile(
-    graph: Graph, sites: Sequence[Site], implementation: Callable[[Site], str | None], *, keeps_all: bool
+    graph: Graph,
+    sites: Sequence[Site],
+    implementation: Callable[[Site], str | None],
+    *,
+    keeps_all: bool,
+    pads: bool = True,
 ) -> tuple[list[Site], list[Site], list[Refusal]]:
     """Returns the sites to call an operation at, those to leave as they are written, and refusals.
 
     A site whose operation would run by XLA stays as it is written. On a CPU all sites are called, and run by XLA.
 
     implementation: returns what the operation of a site takes. keeps_all: calls kernels also where XLA fuses more.
+    pads: whether products of odd sizes are padded.
     """
     if target_device().platform == "cpu":
         return list(sites), [], []
@@ -59,7 +67,7 @@ def worthwhile(
     while changes:
         changes = False
         for site in [each for each in called if each.operation in _READING or _is_activated(each)]:
-            reason = _Neighbours(graph, called).reason(site)
+            reason = _Neighbours(graph, called, pads=pads).reason(site)
             if reason is not None:
                 called.remove(site)
                 value, covered = site.results[0], site.covered | site.shared
@@ -109,7 +117,9 @@ def _has_epilogue(site: Site) -> bool:
 
 
 def _is_copied(weight: Binding, site: Site) -> bool:
-    """Returns whether a weight is a cast or transposition of an array that nothing else needs written."""
+    """Returns whether a weight is a cast, transposition or padding of an array that nothing else needs written."""
+    if site.operation == "linear_cross_entropy" and weight.shape[1] != columns_for(weight.shape[1]):
+        return True
     value = weight.value
     is_cast = value.equation is not None and _narrows(value.equation)
     return (is_cast and all(_leads_to(user, site) for user in value.users)) or is_permuted(weight.order)
@@ -125,8 +135,9 @@ def _leads_to(user: Equation, site: Site) -> bool:
 class _Neighbours:
     """What is around the sites of a graph."""
 
-    def __init__(self, graph: Graph, called: Sequence[Site]):
+    def __init__(self, graph: Graph, called: Sequence[Site], *, pads: bool = False):
         self._returned = set(graph.outputs)
+        self._pads = pads
         kernels = [site for site in called if site.operation not in OF_GRADIENTS]
         self._owners = {equation: site for site in kernels for equation in site.own}
 
@@ -143,6 +154,8 @@ class _Neighbours:
         for name, binding in site.arrays.items():
             producer = self._fusible_producer(site, binding.value)
             is_large = 2 * math.prod(binding.value.shape) >= largest
+            if is_large and self._is_of_padded_product(binding):
+                return f"{name} is a part of a padded product, which XLA fuses it with; a kernel would need a copy"
             if is_large and _is_sliced(binding):
                 return f"XLA fuses it with the slice that {name} is; a kernel would need a copy of that"
             if producer is not None and is_large and self._readers(producer.outputs[0]) <= site.covered:
@@ -150,6 +163,11 @@ class _Neighbours:
                     f"XLA fuses it with {producer.primitive}, which computes {name}; a kernel would read {name} again"
                 )
         return self._fusing_readers(site) if site.operation in _STREAMING else None
+
+    def _is_of_padded_product(self, binding: Binding) -> bool:
+        product = behind(binding.value).equation
+        is_outside = product is not None and product.primitive == "dot_general" and product not in self._owners
+        return self._pads and product is not None and is_outside and padding_for(product) is not None
 
     def _fusing_readers(self, site: Site) -> str | None:
         result = site.results[0]

@@ -23,6 +23,7 @@ from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
+from pallas_kernels.primitives.odd_sizes import matmul
 from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_missing
@@ -66,7 +67,8 @@ def linear(
             "xla": always runs.
             None: the entry of the GPU's tuned table (`pallas_kernels.tuning`). Without an entry, "mosaic" for up to 64
             rows with at least 2048 features and 4096 outputs, and for more than 64 rows with an activation or residual
-            if it is estimated to be faster. "xla" otherwise, and if "mosaic" cannot run.
+            if it is estimated to be faster. "xla" otherwise, and if "mosaic" cannot run; then with zeros added to
+            features and outputs that are no multiples of 8 where that is estimated to be faster.
 
     Returns:
         y, (..., outputs), of `out_dtype`.
@@ -88,8 +90,9 @@ def linear(
     order = partial(preferred, x, w, bias, activation, residual, dtype)
     chosen = choose("linear", implementation, support, preferred=order)
     if chosen == "xla" or x.size == 0 or w.size == 0:
-        y = linear_reference(x, w, bias=bias, activation=activation, residual=residual, out_dtype=dtype)
-        return y.astype(dtype)
+        given = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": dtype}
+        multiply = matmul if implementation is None else jnp.matmul
+        return linear_reference(x, w, **given, multiply=multiply).astype(dtype)
     operands = (as_rows(x), w, bias, None if residual is None else as_rows(residual))
     rows, w, bias, residual = varying_alike(operands)
     if chosen == "triton":

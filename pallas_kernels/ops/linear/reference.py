@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -18,8 +20,9 @@ def linear_reference(
     activation: str | None = None,
     residual: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
+    multiply: Callable[..., jax.Array] = jnp.matmul,
 ) -> jax.Array:
-    """See `pallas_kernels.linear`.
+    """See `pallas_kernels.linear`. multiply: computes the product of two matrices.
 
     The product is rounded to the wider of x's and the result's dtype, what follows is in float32. With float64 inputs
     all is float64, the result too.
@@ -27,7 +30,7 @@ def linear_reference(
     out_dtype = jnp.dtype(x.dtype if out_dtype is None or x.dtype == jnp.float64 else out_dtype)
     wide = jnp.promote_types(jnp.promote_types(x.dtype, out_dtype), jnp.float32)
     # Rows as one dimension: with more, XLA on CPUs sums the gradients of products in bfloat16.
-    y = jnp.matmul(as_rows(x), w, preferred_element_type=jnp.promote_types(x.dtype, out_dtype))
+    y = multiply(as_rows(x), w, preferred_element_type=jnp.promote_types(x.dtype, out_dtype))
     y = y.reshape(*x.shape[:-1], w.shape[-1])
     if bias is not None or activation is not None or residual is not None:
         y = y.astype(wide)

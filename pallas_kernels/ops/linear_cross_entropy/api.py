@@ -13,6 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
 from pallas_kernels.ops._products.checks import check_operands, check_weight
+from pallas_kernels.ops._products.norm import as_rows
 from pallas_kernels.ops.cross_entropy.api import Reduction, checked_labels, checked_options, cross_entropy
 from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import scale_in_place
@@ -20,6 +21,7 @@ from pallas_kernels.ops.cross_entropy.reference import label_kinds
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.ops.linear_cross_entropy.config import (
     LossConfig,
+    columns_for,
     default_config,
     is_preferred,
     is_preferred_forward,
@@ -31,6 +33,7 @@ from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entro
 from pallas_kernels.ops.linear_cross_entropy.slopes import RowSlopes
 from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.gemm.operands import COLUMNS, FEWEST_OUTPUTS, operands_unsupported
+from pallas_kernels.primitives.odd_sizes import MATRICES, matmul, padding_of
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -83,12 +86,14 @@ def linear_cross_entropy(
         z_loss: the weight of the squared lse, which keeps logits from drifting, a Python number.
         reduction: "none", "sum", or "mean" over the tokens that count (0 if none does).
         implementation: one of the names below, a sequence of them in order of preference, or None.
-            "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features and vocabulary
-            must be multiples of 64, and the vocabulary at least 128.
+            "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features must be a
+            multiple of 64, and the vocabulary at least 128. If the vocabulary is no multiple of 64, w is copied with
+            columns of zeros at its end, which no loss and no gradient sees.
             "xla": keeps the logits in memory, in hidden's dtype.
             None: "mosaic" where it was measured to be faster (bfloat16, a reduction, at least 512 tokens but no more
             than features, a vocabulary of at least 32000; if not differentiated, at least 512 tokens and 2**23 logits),
-            else XLA's product and `cross_entropy`. Pass ("mosaic", "xla") to save memory.
+            else XLA's product and `cross_entropy`, of a padded vocabulary where that is estimated to be faster. Pass
+            ("mosaic", "xla") to save memory.
 
     Returns:
         The losses (...), or a scalar with a reduction; float32 (float64 for float64 hidden states).
@@ -123,8 +128,30 @@ def linear_cross_entropy(
 
 
 def _product_and_loss(hidden: jax.Array, w: jax.Array, labels: jax.Array, **options: Any) -> jax.Array:
-    """Computes the logits with an XLA product, and their loss with `cross_entropy`."""
-    return cross_entropy(linear_reference(hidden, w), labels, **options)
+    """Computes the logits with an XLA product, and their loss with `cross_entropy`.
+
+    The kernel reads the logits of the padding, too, where that pays: they are minus infinity, which adds nothing to a
+    sum of exponentials. A mean of logits, as label smoothing has, needs a copy without them.
+    """
+    features, vocabulary = w.shape
+    padding = padding_of(as_rows(hidden), w, MATRICES)
+    if padding is None or padding.rhs[0] != features or options["label_smoothing"]:
+        return cross_entropy(linear_reference(hidden, w, multiply=matmul), labels, **options)
+    logits = linear_reference(hidden, _with_columns(w, padding.rhs[1]))
+    logits = logits.at[..., vocabulary:].set(-jnp.inf)
+    labels = _plain_labels(labels, vocabulary, options["ignore_index"])
+    return cross_entropy(logits, labels, **{**options, "ignore_index": _IGNORED})
+
+
+def _plain_labels(labels: jax.Array, vocabulary: int, ignore_index: int) -> jax.Array:
+    """Returns int32 labels, with -1 for what is ignored and -2 for what names no token."""
+    is_ignored, is_valid = label_kinds(labels, vocabulary, ignore_index)
+    return jnp.where(is_valid, labels.astype(jnp.int32), jnp.where(is_ignored, _IGNORED, -2))
+
+
+def _with_columns(w: jax.Array, columns: int) -> jax.Array:
+    """Adds columns of zeros to w."""
+    return w if columns == w.shape[1] else jnp.pad(w, ((0, 0), (0, columns - w.shape[1])))
 
 
 def _kernel(
@@ -133,13 +160,14 @@ def _kernel(
     rows = labels.size
     hidden, flat_labels = hidden.reshape(rows, -1), labels.reshape(rows)
     hidden, w, flat_labels = varying_alike((hidden, w, flat_labels))
-    is_ignored, is_valid = label_kinds(flat_labels, w.shape[1], options["ignore_index"])
-    flat_labels = jnp.where(is_valid, flat_labels.astype(jnp.int32), jnp.where(is_ignored, _IGNORED, -2))
+    vocabulary = w.shape[1]
+    flat_labels = _plain_labels(flat_labels, vocabulary, options["ignore_index"])
+    w = _with_columns(w, columns_for(vocabulary))
     padding = -rows % _ROWS
     if padding:
         hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
         flat_labels = jnp.pad(flat_labels, (0, padding), constant_values=_IGNORED)
-    terms = Terms(vocabulary=w.shape[1], **{**options, "ignore_index": _IGNORED})
+    terms = Terms(vocabulary=vocabulary, **{**options, "ignore_index": _IGNORED})
     call = Call(terms=terms, reduction=reduction, config=default_config(rows, w.shape[1], w.shape[0]))
     loss: jax.Array = _loss_mosaic(call, hidden, w, flat_labels)  # pyright: ignore
     return loss[:rows].reshape(labels.shape) if reduction == "none" else loss
@@ -147,7 +175,9 @@ def _kernel(
 
 def mosaic_unsupported(hidden: jax.Array, w: jax.Array) -> str | None:
     """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
-    reason = operands_unsupported(hidden, w)
+    features, vocabulary = w.shape
+    columns = jax.ShapeDtypeStruct((features, columns_for(vocabulary)), w.dtype)
+    reason = operands_unsupported(hidden, columns)  # pyright: ignore[reportArgumentType]
     return reason.replace("x is", "hidden is") if reason else mosaic_gpu_unsupported()
 
 
@@ -206,7 +236,15 @@ def loss_and_gradients(
     )
     slopes = _slopes(call, statistics, labels, call.weight(labels))
     dhidden, dw = gradients(
-        hidden, w, slopes, logits, kept_rows=kept, wants_hidden=wants_hidden, wants_w=wants_w, config=call.config
+        hidden,
+        w,
+        slopes,
+        logits,
+        vocabulary=call.terms.vocabulary,
+        kept_rows=kept,
+        wants_hidden=wants_hidden,
+        wants_w=wants_w,
+        config=call.config,
     )
     return call.result(statistics, labels), dhidden, dw
 
@@ -252,6 +290,7 @@ def _gradients(call, hidden, w, labels, statistics, cotangent, *, wants_hidden, 
         w,
         _slopes(call, statistics, labels, weights),
         None,
+        vocabulary=call.terms.vocabulary,
         kept_rows=0,
         wants_hidden=wants_hidden,
         wants_w=wants_w,

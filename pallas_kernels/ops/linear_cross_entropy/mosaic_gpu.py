@@ -70,15 +70,16 @@ def logits_statistics(
 ) -> tuple[Statistics, jax.Array | None]:
     """Returns the statistics of hidden @ w, and an array like w with the first `kept_rows` rows of logits, or None.
 
-    hidden: (rows, features), rows and features as the main loop takes them. w: (features, vocabulary), of its dtype.
+    hidden: (rows, features), rows and features as the main loop takes them. w: (features, columns), of its dtype, whose
+    columns behind the vocabulary of `terms` do not count.
     labels: (rows,) int32 from 0 to below vocabulary. kept_rows: at most features, and all rows or a multiple of 64.
     The other rows of that array are not initialised.
     """
-    (rows, features), vocabulary, dtype = hidden.shape, w.shape[1], hidden.dtype
-    problem = problem_of(rows, vocabulary, features, dtype, config, stored_bytes=dtype.itemsize if kept_rows else 0)
+    (rows, features), columns, dtype = hidden.shape, w.shape[1], hidden.dtype
+    problem = problem_of(rows, columns, features, dtype, config, stored_bytes=dtype.itemsize if kept_rows else 0)
     pieces = Pieces.of(problem)
     height = problem.rows
-    tiles, block = -(-vocabulary // problem.columns), problem.config.warpgroup_rows
+    tiles, block = -(-columns // problem.columns), problem.config.warpgroup_rows
     numbers = 4 if terms.label_smoothing else 3
     out_type = [jax.ShapeDtypeStruct((tiles, height), jnp.float32)] * numbers
     if kept_rows:
@@ -98,7 +99,7 @@ def logits_statistics(
             )
         return StatisticsStore(
             rows=rows,
-            vocabulary=vocabulary,
+            vocabulary=terms.vocabulary,
             labels=extras["labels"],
             labelled=extras["labelled"],
             partial=outputs[:numbers],
@@ -196,7 +197,7 @@ class StatisticsStore:
         starts = range(0, width, piece)
         parts = [logits[:, start : start + piece] for start in starts]
         is_cut = self.vocabulary % width != 0
-        if is_cut:  # the last tile has zeros from outside the array
+        if is_cut:  # the last tile has zeros from outside the vocabulary
             ends = [self.vocabulary - start for start in starts]
             parts = [jnp.where(columns < end, part, LOWEST_LOGIT) for end, part in zip(ends, parts, strict=True)]
         highest = jnp.max(functools.reduce(jnp.maximum, parts), axis=1)

@@ -37,6 +37,7 @@ def gradients(
     slopes: RowSlopes,
     logits: jax.Array | None,
     *,
+    vocabulary: int,
     kept_rows: int,
     wants_hidden: bool,
     wants_w: bool,
@@ -44,13 +45,16 @@ def gradients(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns (dhidden, dw), with None for a gradient that is not wanted.
 
-    hidden, w: as `mosaic_gpu.logits_statistics` takes them. logits: the first `kept_rows` rows, from there.
+    hidden, w: as `mosaic_gpu.logits_statistics` takes them. logits: the first `kept_rows` rows, from there. vocabulary:
+    how many columns of w count.
     """
     dhidden, dw = None, logits
     bounds = chunk_bounds(w.shape[1], config.chunk)
     for start, width in bounds:
         first = jnp.full(1, start // CHUNK_UNIT, jnp.int32)
         d = chunk_gradients(hidden, w, slopes, dw, first, width=width, kept_rows=kept_rows, config=config)
+        if start + width > vocabulary:  # exp(0 - lse) may be infinite there, and times the zeros of w no number
+            d = d.at[:, vocabulary - start :].set(0)
         if wants_hidden:
             dhidden = _add_to_hidden(d, w, dhidden, first, config=config, is_only=len(bounds) == 1)
             # Both products of a chunk come before the next chunk; else all chunks would be in memory together.

@@ -23,6 +23,7 @@ from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.norm_linear.config import FEWEST_ROWS, is_preferred, normed_config
 from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
+from pallas_kernels.primitives.odd_sizes import matmul
 from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -62,7 +63,7 @@ def norm_linear(
             "xla": always runs.
             None: "mosaic" if it can run, for few rows where it was measured to be faster, for more than 64 rows if it
                 is estimated to be, and without a residual for 512 rows or more where a gradient is taken through the
-                norm; else "xla".
+                norm; else "xla", with zeros added to odd sizes as in `linear`.
 
     Returns:
         y, (..., outputs), of `out_dtype`.
@@ -93,8 +94,9 @@ def norm_linear(
     order = ("mosaic",) if is_best or has_best_gradient else ()
     chosen = choose("norm_linear", implementation, support, preferred=order)
     if chosen == "xla" or x.size == 0 or w.size == 0:
-        y = norm_linear_reference(x, w, norm=norm, bias=bias, activation=activation, residual=residual, out_dtype=dtype)
-        return y.astype(dtype)
+        given = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": dtype}
+        multiply = matmul if implementation is None else jnp.matmul
+        return norm_linear_reference(x, w, norm=norm, **given, multiply=multiply).astype(dtype)
     residual = None if residual is None else as_rows(residual)
     rows, norm, *others = varying_alike((rows, norm, w, bias, residual))
     if chosen == "triton":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Norm
@@ -19,8 +22,8 @@ def norm_linear_reference(
     activation: str | None = None,
     residual: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
+    multiply: Callable[..., jax.Array] = jnp.matmul,
 ) -> jax.Array:
     """See `pallas_kernels.norm_linear`. The normalised x is rounded to x's dtype; the rest is as in `linear`."""
-    return linear_reference(
-        norm_reference(norm, x), w, bias=bias, activation=activation, residual=residual, out_dtype=out_dtype
-    )
+    others = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": out_dtype}
+    return linear_reference(norm_reference(norm, x), w, **others, multiply=multiply)
