@@ -6,6 +6,7 @@ Needs no GPU and about a minute:
     PYTHONPATH=. python3 scripts/check_estimates.py            # a row a strategy of each recording of the block
     PYTHONPATH=. python3 scripts/check_estimates.py --models   # a row a program of the public models
     PYTHONPATH=. python3 scripts/check_estimates.py --fit      # the medians that the constants come from
+    PYTHONPATH=. python3 scripts/check_estimates.py --models --fit   # those that come from public models
 
 The constants are in `hlo_analysis/targets/efficiency.py`. They were fitted on `FIT` and `FIT_MODELS`; the other shapes
 and models are held out. `scripts/public_models/record.py` makes the recordings of the models, of two layers each.
@@ -17,6 +18,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import ceil, log, prod
 from pathlib import Path
 from statistics import median
 
@@ -35,7 +37,7 @@ FIT = ((2, 4096, "forward"), (2, 4096, "grad"))
 HELD_OUT = ((1, 512, "forward"), (1, 512, "grad"), (1, 1, "forward"), (16, 1, "forward"))
 STRATEGIES = ("xla", "best", "xla_cudnn")
 RECORDINGS = Path(__file__).parent / "public_models" / "recordings" / "h100"
-FIT_MODELS = ("bert", "gemma", "gpt2", "graphnet")
+FIT_MODELS = ("bert", "gemma", "gpt2", "graphnet", "griffin", "mamba2", "vit")
 CLOSE = 1.5
 """An estimate is close when it is at most so many times too long or too short."""
 
@@ -77,7 +79,7 @@ def accuracy(strategy: str, analysis: Analysis) -> Accuracy:
     assert measured.kernel_us
     assert measured.wall_us
     timed = timed_launches(analysis)
-    far = [(launch, us) for launch, us in timed if not 1 / CLOSE <= launch.estimated_us / us <= CLOSE]
+    far = [(launch, us) for launch, us in timed if not is_close(launch, us)]
     busy = sum(us * launch.repeat for launch, us in timed)
     return Accuracy(
         strategy=strategy,
@@ -90,6 +92,27 @@ def accuracy(strategy: str, analysis: Analysis) -> Accuracy:
             for launch, us in sorted(far, key=lambda item: -item[1])
         ),
     )
+
+
+def against_xla(made: Iterable[Analysis]) -> dict[str, tuple[float, float]]:
+    """By kind of launch: the share of the time where ours and XLA's estimate differ by more than 2x, and the share of
+    that where ours is closer to the measured time."""
+    times: dict[str, list[float]] = {}
+    for analysis in made:
+        for launch, us in timed_launches(analysis):
+            ours, xla = launch.estimated_us, launch.xla_estimate_us
+            if xla:
+                total = times.setdefault(launch.kind, [0.0, 0.0, 0.0])
+                differs = abs(log(ours / xla)) > log(2)
+                is_closer = abs(log(ours / us)) < abs(log(xla / us))
+                for place, counts in enumerate((True, differs, differs and is_closer)):
+                    total[place] += us * launch.repeat * counts
+    return {kind: (far / every, ours / far if far else 1.0) for kind, (every, far, ours) in times.items()}
+
+
+def is_close(launch: Launch, us: float) -> bool:
+    """Whether a measured time is near the estimate, or in its range where the data decides."""
+    return launch.estimated_us / CLOSE <= us <= CLOSE * (launch.longest_us or launch.estimated_us)
 
 
 def recorded_model(file: Path) -> Analysis:
@@ -109,19 +132,35 @@ def longest_in_common(analysis: Analysis, count: int = 5) -> int:
 
 
 def print_models() -> None:
-    """Prints a row for each recorded program of a public model."""
-    print("| program | fitted | launches within 1.5x, by time | total | wall clock | of the longest five |")
+    """Prints a row for each recorded program of a public model, and how many meet the bars."""
+    print("| program | | launches within 1.5x, by time | total | wall clock | of the longest five |")
     print("| --- | --- | --- | --- | --- | --- |")
+    rows: dict[str, list[tuple[Accuracy, int]]] = {"fitted": [], "held out": []}
+    made: list[Analysis] = []
     for file in sorted(RECORDINGS.glob("*.zip")):
         analysis = recorded_model(file)
-        row = accuracy(file.stem, analysis)
-        fitted = "fitted" if file.stem.partition("-")[0] in FIT_MODELS else "held out"
+        made.append(analysis)
+        row, longest = accuracy(file.stem, analysis), longest_in_common(analysis)
+        use = "fitted" if file.stem.partition("-")[0] in FIT_MODELS else "held out"
+        rows[use].append((row, longest))
         print(
-            f"| {file.stem} | {fitted} | {row.close:.1%} | {row.total:.2f} | {row.wall:.2f} "
-            f"| {longest_in_common(analysis)} |",
+            f"| {file.stem} | {use} | {row.close:.1%} | {row.total:.2f} | {row.wall:.2f} | {longest} |",
             flush=True,
         )
         print(f"far off in {file.stem}: {'; '.join(row.far[:5])}", file=sys.stderr)
+    for use, found in rows.items():
+        walls = [max(row.wall, 1 / row.wall) for row, _ in found]
+        close = [row.close is not None and row.close >= 0.9 for row, _ in found]
+        print(
+            f"{use}, of {len(found)}: {sum(wall <= 1.25 for wall in walls)} within 1.25x of the wall clock, "
+            f"{sum(wall <= 1.6 for wall in walls)} within 1.6x; {sum(close)} with 90% of "
+            f"their time in launches within 1.5x; {sum(longest >= 4 for _, longest in found)} with four of the "
+            "longest five"
+        )
+    print("| kind | differ by more than 2x, by time | of that, ours is closer |")
+    print("| --- | --- | --- |")
+    for kind, (share, ours) in sorted(against_xla(made).items()):
+        print(f"| {kind} | {share:.0%} | {ours:.0%} |")
 
 
 def timed_launches(analysis: Analysis) -> list[tuple[Launch, float]]:
@@ -165,6 +204,36 @@ def fit(made: Iterable[Analysis]) -> dict[str, float]:
     return {name: median(values) for name, values in ratios.items()}
 
 
+def fit_models(made: Iterable[Analysis]) -> dict[str, list[float]]:
+    """The constants of `Efficiency` that come from public models: the values of the launches that tell them."""
+    found: dict[str, list[float]] = {
+        name: [] for name in ("issued_per_clock", "clocks_per_instruction", "blocks_per_clock", "bytes_per_clock")
+    }
+    for analysis in made:
+        device = analysis.device
+        for launch, us in timed_launches(analysis):
+            if launch.kind not in (*EMITTERS, "triton") or not launch.grid or not launch.block:
+                continue
+            blocks, work = prod(launch.grid), us - device.efficiency.kernel_us
+            clocks = work * device.clock_hz / 1e6
+            moved = launch.bytes_read + launch.bytes_written
+            # Twice what the bytes take, so that something else decides.
+            if work < 5 or moved_us(launch, analysis) > us / 1.5:
+                continue
+            if launch.instructions and launch.occupancy:
+                warps = ceil(blocks / device.core_count) * prod(launch.block) / 32
+                issued = launch.instructions * warps / clocks
+                if issued > 2:
+                    found["issued_per_clock"].append(issued)
+                elif launch.occupancy <= 0.125 and launch.kind == "triton":
+                    found["clocks_per_instruction"].append(64 * launch.occupancy / issued)
+            if not launch.bytes_read and launch.kind == "loop":
+                found["blocks_per_clock"].append(blocks / clocks)
+            if blocks <= device.core_count // 4 and moved > 1e6:
+                found["bytes_per_clock"].append(moved / blocks / clocks)
+    return found
+
+
 def moved_us(launch: Launch, analysis: Analysis) -> float:
     """The estimate of a launch by its HBM traffic alone."""
     device = analysis.device
@@ -174,10 +243,15 @@ def moved_us(launch: Launch, analysis: Analysis) -> float:
 
 def main() -> int:
     """Prints the table, or the fit."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--fit", action="store_true", help="print the medians that the constants come from")
     parser.add_argument("--models", action="store_true", help="the recorded public models in place of the block")
     options = parser.parse_args()
+    if options.models and options.fit:
+        files = [file for file in sorted(RECORDINGS.glob("*.zip")) if file.stem.partition("-")[0] in FIT_MODELS]
+        for name, values in fit_models(map(recorded_model, files)).items():
+            print(f"{name:24} median {median(values):6.2f} of {len(values)}, {min(values):.2f} to {max(values):.2f}")
+        return 0
     if options.models:
         print_models()
         return 0

@@ -11,6 +11,7 @@ measured as archives, which `--again` makes the files of anew without a GPU.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -25,7 +26,8 @@ CASES = tuple(
     f"llama3-8b/{case}"
     for case in ("2x4096/forward", "2x4096/grad", "1x512/forward", "1x1/forward", "16x1/forward", "1x512/grad")
 )
-KEPT = ("final_hlo", "thunk_sequence", "thunk_metadata", "buffer_assignment", "autotune_results", "run", "profile")
+KEPT = ("final_hlo", "thunk_sequence", "thunk_metadata", "buffer_assignment", "autotune_results", "run", "profile",
+        "ptx_resources", "target_config")  # fmt: skip
 STRATEGIES = ("xla", "best", "xla_cudnn")
 
 
@@ -53,7 +55,18 @@ def compiled(case: str, strategy: str, target: str) -> Any:
 
 
 def slim(captured: Any) -> Any:
-    """The capture with nothing but what the launch table and the times are read from: a tenth of the bytes."""
+    """The capture with nothing but what the launch table and the times are read from: a tenth of the bytes.
+
+    Of each kernel's PTX it keeps the number of instructions, beside its registers.
+    """
+    from hlo_analysis.costs.resources import count_instructions, ptx_by_kernel
+
+    if resources := captured.file("ptx_resources"):
+        kernels, sources = json.loads(resources.read_text(encoding="utf-8")), ptx_by_kernel(captured.ptx())
+        for kernel in kernels:
+            if text := sources.get(name := kernel["kernel"]):
+                kernel["instructions"] = count_instructions(text, name)
+        resources.write_text(json.dumps(kernels), encoding="utf-8")
     kept = {key: name for key, name in captured.manifest.files.items() if key in KEPT}
     for file in captured.path.rglob("*"):
         if file.is_file() and file.relative_to(captured.path).as_posix() not in kept.values():

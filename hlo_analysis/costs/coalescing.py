@@ -2,25 +2,36 @@
 
 A warp reads sectors of 32 bytes. XLA's loop emitter assigns consecutive results to consecutive threads. Under a
 transpose that moves the fastest dimension, each thread may need a sector of its own. (Where both dimensions are long,
-XLA uses its transpose emitter, which goes through shared memory.)
+XLA uses its transpose emitter, which goes through shared memory.) A Triton kernel that transposes or sums over columns
+may read a few elements of each row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
-from hlo_analysis.hlo.attributes import integers
+from hlo_analysis.hlo.attributes import integers, tile_sizes
 from hlo_analysis.records import LaunchKind
 
 SECTOR_BYTES = 32
+_FETCH_BYTES = 64
+"""What the L2 cache fetches from memory at once (default of CUDA's `cudaLimitMaxL2FetchGranularity`)."""
 _WARP = 32
 _ONE_TO_ONE = frozenset({"bitcast", "concatenate", "convert", "copy", "negate", "reshape"})
 
 
 def cache_bytes(module: Module, instruction: Instruction, kind: LaunchKind) -> int:
-    """Returns the bytes a loop fusion reads, in whole sectors, and writes; 0 unless a transpose scatters its reads."""
-    if kind != "loop" or instruction.opcode != "fusion":
+    """Returns the bytes that a fusion reads, in whole sectors, and writes; 0 unless its reads are scattered."""
+    if instruction.opcode != "fusion":
         return 0
     body = module.computations[instruction.called[0]]
+    if kind == "triton":
+        fetched = _tile_bytes(body, tile_sizes(instruction))
+        return fetched + instruction.shape.byte_size if fetched else 0
+    if kind != "loop":
+        return 0
     scattered = 0
     for transpose in body.instructions.values():
         source = _source(body, transpose) if transpose.opcode == "transpose" else None
@@ -29,6 +40,33 @@ def cache_bytes(module: Module, instruction: Instruction, kind: LaunchKind) -> i
             per_result = sectors * SECTOR_BYTES / min(_WARP, transpose.shape.element_count)
             scattered += round(transpose.shape.element_count * per_result) if sectors else 0
     return scattered + instruction.shape.byte_size if scattered else 0
+
+
+def _tile_bytes(body: Computation, tiles: Sequence[int]) -> int:
+    """Returns the bytes that transposes and sums over columns by Triton fetch in tiles narrower than a fetch, or 0."""
+    total = 0
+    for found in body.instructions.values():
+        operand = body.instructions[found.operands[0]].shape if found.opcode in ("transpose", "reduce") else None
+        if operand is None or len(found.shape.dimensions) != len(tiles):
+            continue
+        axes, results = integers(found, "dimensions"), iter(tiles)
+        if found.opcode == "transpose":
+            sizes = [tiles[axes.index(axis)] for axis in range(len(tiles))]
+        else:
+            sizes = [size if axis in axes else next(results) for axis, size in enumerate(operand.dimensions)]
+        source = _source(body, found) or operand
+        width = source.byte_size // max(1, source.element_count)
+        if sizes[-1] < operand.dimensions[-1] and sizes[-1] * width < _FETCH_BYTES:
+            total += width * operand.element_count * _excess(operand, sizes, width)
+    return round(total)
+
+
+def _excess(shape: Shape, sizes: Sequence[int], width: int) -> float:
+    """Returns how many bytes a tile of a row-major array fetches for each that it reads."""
+    places = {0}
+    for size, stride in zip(sizes, _strides(shape), strict=True):
+        places = {place + at * stride for place in places for at in range(min(size, _FETCH_BYTES))}
+    return len({place * width // _FETCH_BYTES for place in places}) * _FETCH_BYTES / (len(places) * width)
 
 
 def _source(body: Computation, transpose: Instruction) -> Shape | None:
@@ -48,9 +86,7 @@ def _sectors_of_a_warp(transpose: Instruction, operand: Shape, source: Shape) ->
     if any(each.layout and each.layout.minor_to_major != _plain(each) for each in shapes):
         return 0
     order, results = integers(transpose, "dimensions"), transpose.shape.dimensions
-    strides = [1] * len(operand.dimensions)
-    for axis in range(len(strides) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * operand.dimensions[axis + 1]
+    strides = _strides(operand)
     element_bytes = source.byte_size // max(1, source.element_count)
     sectors = set()
     for thread in range(min(_WARP, transpose.shape.element_count)):
@@ -60,6 +96,10 @@ def _sectors_of_a_warp(transpose: Instruction, operand: Shape, source: Shape) ->
             place += index * strides[order[axis]]
         sectors.add(place * element_bytes // SECTOR_BYTES)
     return len(sectors)
+
+
+def _strides(shape: Shape) -> list[int]:
+    return [prod(shape.dimensions[axis + 1 :]) for axis in range(len(shape.dimensions))]
 
 
 def _plain(shape: Shape) -> tuple[int, ...]:

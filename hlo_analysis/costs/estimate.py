@@ -2,88 +2,132 @@
 
 The estimate is the longest of these times, plus the least time of a kernel:
 
-- memory: HBM traffic at the share of the bandwidth that kernels reach;
-- vector: element-wise work and reductions, at the share of the peak that operations other than multiply-add reach, with
-  the index arithmetic of each element that a reduction reads;
-- atomics: elements of 16 bits that a scatter adds, each by compare-and-swap;
+- memory: HBM traffic at the share of the bandwidth that kernels reach, and no faster than the multiprocessors that have
+  a block can read and write;
+- instructions: those of the kernel's PTX. The warps of a multiprocessor issue them at most at one rate, and each warp
+  at a rate of its own: a kernel whose registers leave room for few warps is slow, however few bytes it moves;
+- blocks: the GPU starts them one after the other;
+- vector: element-wise work and reductions, where the PTX is not known or loops;
+- atomics: elements of 16 bits that a scatter adds, each by compare-and-swap, in different places: `longest` is the
+  time if all are added into the same;
 - compute: matrix products at the part of the peak that the power limit allows, at the share that products or attention
-  kernels reach, less in a Triton product whose rows start where no thread can load 16 bytes at once, and no faster than
-  their blocks fill the multiprocessors (a last wave of few blocks leaves some idle);
+  kernels reach, and no faster than their blocks fill the multiprocessors (a last wave of few blocks leaves some idle);
+- convolutions: cuDNN's kernel for filters of one channel (depthwise), and its padding of filters of a few;
 - link: bytes that a collective sends to other GPUs, at the full rate of the links, which nobody has measured here;
-- cache: strided reads, which take a sector of 32 bytes from the L2 cache for each element (`coalescing.py`);
-- for Triton fusions other than products, XLA's own estimate, which knows their tiles.
+- cache: strided reads, which take a sector of 32 bytes from the L2 cache for each element (`coalescing.py`).
+
+A Triton product that loads its operands a few bytes at a time takes longer for its memory and compute, one of float32
+operands that are not contiguous along the sum for its compute.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from hlo_analysis.costs.coalescing import SECTOR_BYTES
 from hlo_analysis.costs.flops import Flops
 from hlo_analysis.costs.roofline import bound
-from hlo_analysis.costs.slow_work import ALIGNED_BYTES
 from hlo_analysis.records import Device, LaunchKind
 
-INDEX_OPERATIONS = 8
-"""For each element that a reduction reads. One-hot products that XLA reduces element by element take 7 to 14: gemma's
-row of 262144 619 us, bert's of 30522 126 us (launches of public models on an H100)."""
+_WARP = 32
+_THREADS = 2048
+"""Threads of a multiprocessor (compute capabilities 8.0, 9.0 and 10.0)."""
+_CHANNELS = 8
+"""Channels that the matrix units take at once: cuDNN pads fewer, and computes a filter of one without them."""
 
 
-def estimate(
-    bytes_moved: int,
-    flops: Flops,
-    device: Device,
-    *,
-    kind: LaunchKind,
-    reduced: int = 0,
-    atomic_updates: int = 0,
-    row_alignment: int = ALIGNED_BYTES,
-    attention: bool = False,
-    grid: Sequence[int] | None = None,
-    cache_bytes: int = 0,
-    link_bytes: int = 0,
-    xla_us: float | None = None,
-) -> float:
-    """Estimates the GPU time of one launch in µs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one launch does.
 
-    Args:
-      bytes_moved: HBM traffic.
-      flops: FLOPs of the launch.
-      device: peaks, and the shares of them that kernels reach.
-      kind: what made the launch.
-      reduced: elements that its reductions read.
-      atomic_updates: elements that it adds by compare-and-swap, in different places: where many are added into the
-        same place, the time depends on the data, and is longer.
-      row_alignment: bytes that the starts of rows of a product's operands are multiples of.
-      attention: whether the launch is a fused attention kernel.
-      grid: the kernel's blocks, where known.
-      cache_bytes: bytes that strided reads take from the L2 cache, in whole sectors; 0 without such reads.
-      link_bytes: bytes sent to other GPUs.
-      xla_us: XLA's own estimate.
+    kind: what made the launch.
+    bytes_moved: HBM traffic.
+    flops: FLOPs of the launch.
+    grid, block: blocks of the kernel and threads of a block; () where not known.
+    instructions: those of the kernel's PTX, each once; None where not known.
+    resident_warps: of all blocks that a multiprocessor has room for; None where not known.
+    atomic_updates: elements that it adds by compare-and-swap, and of those the elements of one update (a row).
+    loads_slowly: whether it is a product whose threads load its operands a few bytes at a time.
+    transposed: whether it is a product of float32 operands that the matrix units cannot read as they lie.
+    filter_channels: input channels that each filter of a convolution sums over; 0 for other launches.
+    attention: whether it is a fused attention kernel.
+    cache_bytes: bytes that strided reads take from the L2 cache, in whole sectors; 0 without such reads.
+    link_bytes: bytes sent to other GPUs.
     """
+
+    kind: LaunchKind
+    bytes_moved: int = 0
+    flops: Flops = field(default_factory=Flops)
+    grid: tuple[int, ...] = ()
+    block: tuple[int, ...] = ()
+    instructions: int | None = None
+    resident_warps: float | None = None
+    atomic_updates: tuple[int, int] = (0, 0)
+    loads_slowly: bool = False
+    transposed: bool = False
+    filter_channels: int = 0
+    attention: bool = False
+    cache_bytes: int = 0
+    link_bytes: int = 0
+
+
+def estimate(work: Work, device: Device) -> float:
+    """Estimates the GPU time of one launch in µs."""
     reached = device.efficiency
-    memory = bound(bytes_moved, Flops(), device).memory_us / reached.memory
-    vector = bound(0, Flops(vector=flops.vector + INDEX_OPERATIONS * reduced), device).compute_us / reached.vector
-    matrix = bound(0, Flops(matrix=flops.matrix), device).compute_us
-    matrix /= reached.power * (reached.attention if attention else reached.matrix) * _filled(grid, device)
-    if kind == "triton_gemm" and row_alignment < ALIGNED_BYTES:
-        matrix /= reached.unaligned[0] if row_alignment < 4 else reached.unaligned[1]
-    times = [memory, vector, matrix, bound(0, Flops(), device, link_bytes).link_us]
-    clocks = device.core_count * device.clock_hz / 1e6
-    for work, rate in ((cache_bytes, reached.cache_bytes_per_clock), (atomic_updates, reached.atomics_per_clock)):
-        if rate * clocks:
-            times.append(work / (rate * clocks))
-    own = max(times) + reached.kernel_us
-    if kind == "triton" and xla_us is not None:
-        # Wherever its tiles lie, a byte costs one sector at most.
-        return max(own, min(xla_us, memory * SECTOR_BYTES))
-    return own
+    memory = bound(work.bytes_moved, Flops(), device).memory_us / reached.memory
+    vector = bound(0, Flops(vector=work.flops.vector), device).compute_us / reached.vector
+    matrix = bound(0, Flops(matrix=work.flops.matrix), device).compute_us
+    matrix /= reached.power * (reached.attention if work.attention else reached.matrix) * _filled(work, device)
+    if work.transposed:
+        matrix /= reached.transposed
+    if 1 < work.filter_channels < _CHANNELS:
+        matrix /= reached.few_channels
+    if work.loads_slowly:
+        memory, matrix = memory / reached.slow_loads, matrix / reached.slow_loads
+    link = bound(0, Flops(), device, work.link_bytes).link_us
+    return max(memory, vector, matrix, link, _clocked_us(work, device)) + reached.kernel_us
 
 
-def _filled(grid: Sequence[int] | None, device: Device) -> float:
+def longest(work: Work, device: Device) -> float | None:
+    """Estimates the GPU time in µs of a scatter whose updates are all added into the same place, None for others.
+
+    A thread compares and swaps again after each other thread that has come between, and all threads that run at once
+    try the same.
+    """
+    elements, width = work.atomic_updates
+    if not elements or not device.clock_hz or not device.efficiency.contended_clocks:
+        return None
+    rivals = min(elements, device.core_count * _THREADS) / width
+    clocks = elements / width * rivals * device.efficiency.contended_clocks
+    return max(estimate(work, device), clocks / device.clock_hz * 1e6)
+
+
+def _clocked_us(work: Work, device: Device) -> float:
+    """Returns the longest of the times that follow from the clock of the multiprocessors."""
+    reached, cores = device.efficiency, device.core_count
+    blocks = math.prod(work.grid) if work.grid else 0
+    busy = min(blocks or cores, cores)
+    amounts: list[tuple[float, float]] = [
+        (work.cache_bytes, reached.cache_bytes_per_clock * cores),
+        (work.atomic_updates[0], reached.atomics_per_clock * cores),
+        (work.flops.total if work.filter_channels == 1 else 0, reached.direct_flops_per_clock * cores),
+        (work.bytes_moved, reached.bytes_per_clock * busy),
+        (blocks, reached.blocks_per_clock),
+    ]
+    clocks = max((amount / rate for amount, rate in amounts if rate), default=0.0)
+    us = clocks / device.clock_hz * 1e6 if device.clock_hz else 0.0
+    if work.instructions and blocks and work.block and reached.issued_per_clock:
+        warps = math.ceil(math.prod(work.block) / _WARP) * math.ceil(blocks / cores)
+        resident = min(warps, work.resident_warps or math.inf)
+        rate = min(reached.issued_per_clock, resident / reached.clocks_per_instruction)
+        # A kernel's least time covers its first instructions.
+        us = max(us, work.instructions * warps / rate / device.clock_hz * 1e6 - reached.kernel_us)
+    return us
+
+
+def _filled(work: Work, device: Device) -> float:
     """Returns the share of the multiprocessors that are busy, over all waves with one block on each."""
-    blocks = math.prod(grid) if grid else 0
+    blocks = math.prod(work.grid) if work.grid else 0
     if not blocks or not device.core_count:
         return 1.0
     return blocks / (device.core_count * math.ceil(blocks / device.core_count))

@@ -14,11 +14,14 @@ from hlo_analysis.program.launch_sites import Site
 
 _MOSAIC_ENDING = "_mosaic_gpu_kernel"
 _ENTRY = re.compile(r"\.entry\s+([\w$.]+)")
+_INSTRUCTION = re.compile(r"^\s+(?:@!?%\w+\s+)?[a-z]", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
     """What one kernel takes: registers of a thread, bytes that it spills (stores and loads), bytes of shared memory.
+
+    `instructions` are those of its PTX, each once, which is what a thread executes where nothing loops.
 
     Not of XLA's kernels: grid, block and the dynamic part of the shared memory, which the thunk list has.
     """
@@ -26,6 +29,7 @@ class Resources:
     registers: int | None = None
     spill_bytes: int | None = None
     shared_memory_bytes: int | None = None
+    instructions: int | None = None
     grid: tuple[int, int, int] | None = None
     block: tuple[int, int, int] | None = None
     ptx: str | None = None
@@ -46,6 +50,7 @@ def read_resources(text: str | None) -> dict[str, tuple[Resources, ...]]:
                 registers=kernel.get("registers"),
                 spill_bytes=_sum(kernel, "spill_store_bytes", "spill_load_bytes"),
                 shared_memory_bytes=_sum(kernel, "static_shared_bytes", "dynamic_shared_bytes"),
+                instructions=kernel.get("instructions"),
                 grid=_triple(kernel.get("grid")),
                 block=_triple(kernel.get("block")),
                 ptx=kernel.get("ptx"),
@@ -61,6 +66,17 @@ def read_resources(text: str | None) -> dict[str, tuple[Resources, ...]]:
 def ptx_by_kernel(texts: Iterable[str]) -> dict[str, str]:
     """The PTX of each kernel that XLA compiled, by the name of its entry."""
     return {name: text for text in texts for name in _ENTRY.findall(text)}
+
+
+def count_instructions(ptx: str, kernel: str) -> int:
+    """Counts the instructions of one kernel in PTX, without directives and labels."""
+    starts = [(match[1], match.start()) for match in _ENTRY.finditer(ptx)]
+    ends = [start for _, start in starts[1:]] + [len(ptx)]
+    return sum(
+        len(_INSTRUCTION.findall(ptx, start, end))
+        for (name, start), end in zip(starts, ends, strict=True)
+        if name == kernel
+    )
 
 
 def _sum(kernel: Mapping[str, Any], *names: str) -> int | None:
@@ -110,7 +126,9 @@ def resources_of(
         elif name := site.thunk.kernel:
             kernels = ptx.get(name, ())
             known = kernels[0] if len(kernels) == 1 else Resources()
-            found[index] = replace(known, ptx=sources.get(name))
+            if text := sources.get(name):
+                known = replace(known, ptx=text, instructions=count_instructions(text, name))
+            found[index] = known
     return found
 
 

@@ -2,43 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 
 from hlo_analysis.hlo import Instruction, Shape
+from hlo_analysis.hlo.attributes import convolution_labels, custom_call_target, dot_dimensions, integers
 
-ALIGNED_BYTES = 16
+_ALIGNED_BYTES = 16
 """What one thread loads at once, and TMA's least pitch of rows."""
+_WORD_BYTES = 4
+"""Least size of an asynchronous copy to shared memory (PTX `cp.async`)."""
+_FORWARD_CONVOLUTIONS = ("__cudnn$convForward", "__cudnn$convBiasActivation", "__cudnn$convBackwardInput")
 _ATOMIC_TYPES = ("bf16", "f16")
 """Without an atomic addition: XLA compares and swaps a word until no other thread has come between."""
 
 
-def reduced_elements(instructions: Mapping[str, Instruction]) -> int:
-    """Returns how many elements the reductions of a launch read, each of which needs its index."""
-    reductions = [each for each in instructions.values() if each.opcode == "reduce"]
-    operands = [instructions.get(each.operands[0]) for each in reductions]
-    return sum(each.shape.element_count for each in operands if each is not None)
+def atomic_updates(instructions: Mapping[str, Instruction]) -> tuple[int, int]:
+    """Returns how many elements of 16 bits a scatter combines with those in memory, and how many an update has."""
+    for scatter in instructions.values():
+        updates = instructions.get(scatter.operands[-1]) if scatter.opcode == "scatter" else None
+        if updates is None or scatter.attributes.get("unique_indices") == "true":
+            continue
+        if updates.shape.element_type in _ATOMIC_TYPES:
+            window = prod(updates.shape.dimensions[axis] for axis in integers(scatter, "update_window_dims"))
+            return updates.shape.element_count, window
+    return 0, 0
 
 
-def atomic_updates(instructions: Mapping[str, Instruction]) -> int:
-    """Returns how many elements of 16 bits a scatter combines with those in memory."""
-    return sum(
-        updates.shape.element_count
-        for each in instructions.values()
-        if each.opcode == "scatter" and each.attributes.get("unique_indices") != "true"
-        if (updates := instructions.get(each.operands[-1])) and updates.shape.element_type in _ATOMIC_TYPES
+def loads_slowly(instructions: Mapping[str, Instruction]) -> bool:
+    """Whether a fused product has an operand whose rows start where a thread cannot load 16 bytes at once.
+
+    Rows that start at multiples of 4 or 8 bytes are slow only where a product of 16-bit elements sums along them:
+    other operands are copied to shared memory asynchronously, in words of 4 bytes.
+    """
+    return any(
+        name in instructions and _is_slow(instructions[name].shape, integers(product, f"{side}_contracting_dims"))
+        for product in instructions.values()
+        if product.opcode == "dot"
+        for name, side in zip(product.operands, ("lhs", "rhs"), strict=True)
     )
 
 
-def row_alignment(instructions: Mapping[str, Instruction]) -> int:
-    """Returns how many bytes the starts of the rows of a fused product's operands are all multiples of, 16 at most."""
-    names = [name for each in instructions.values() if each.opcode == "dot" for name in each.operands]
-    rows = [_row_bytes(instructions[name].shape) for name in names if name in instructions]
-    return min((ALIGNED_BYTES, *(size & -size for size in rows if size)))
+def is_transposed(product: Instruction, operands: Sequence[Shape]) -> bool:
+    """Whether no operand of a library's product of float32 or complex numbers is contiguous along the sum.
+
+    Hopper's matrix units read such operands from shared memory if they have 16 bits, but not if they have 32; one of
+    the two can come from registers. The parts of complex numbers are never contiguous.
+    """
+    numbers = dot_dimensions(product) if product.opcode == "custom-call" else None
+    if numbers is None or len(operands) < 2 or operands[0].element_type not in ("f32", "c64"):
+        return False
+    sums = zip(operands, (numbers.lhs_contracting, numbers.rhs_contracting), strict=False)
+    return operands[0].element_type == "c64" or all(_fastest(shape) not in axes for shape, axes in sums)
 
 
-def _row_bytes(shape: Shape) -> int:
-    """Returns the bytes of the fastest dimension; 0 for a vector, which has one row."""
-    if len(shape.dimensions) < 2 or not shape.element_count:
+def filter_channels(call: Instruction, operands: Sequence[Shape]) -> int:
+    """Returns how many input channels each filter of a cuDNN convolution sums over; 0 for anything else.
+
+    The gradient of a filter sums over the batch instead, and has 0.
+    """
+    labels = convolution_labels(call)
+    if labels is None or not custom_call_target(call).startswith(_FORWARD_CONVOLUTIONS):
         return 0
-    fastest = shape.layout.minor_to_major[0] if shape.layout else len(shape.dimensions) - 1
-    return shape.dimensions[fastest] * shape.byte_size // shape.element_count
+    return operands[1].dimensions[labels[1].index("i")]
+
+
+def _is_slow(shape: Shape, contracting: Sequence[int]) -> bool:
+    """Whether threads load an operand of a product a few bytes at a time."""
+    if sum(size > 1 for size in shape.dimensions) < 2:
+        return False
+    width = shape.byte_size // shape.element_count
+    row = shape.dimensions[_fastest(shape)] * width
+    return bool(row % (_ALIGNED_BYTES if width == 2 and _fastest(shape) in contracting else _WORD_BYTES))
+
+
+def _fastest(shape: Shape) -> int:
+    """Returns the dimension whose elements lie side by side; those of size 1 do not count."""
+    order = shape.layout.minor_to_major if shape.layout else tuple(reversed(range(len(shape.dimensions))))
+    return next((axis for axis in order if shape.dimensions[axis] > 1), -1)

@@ -65,6 +65,14 @@ def dot_dimensions(instruction: Instruction) -> DotDimensions | None:
     return None
 
 
+def tile_sizes(fusion: Instruction) -> tuple[int, ...]:
+    """Returns the sizes of the tiles of the first result of a Triton fusion; () where XLA states none."""
+    config = fusion.backend_config
+    settings = config.get("fusion_backend_config") or {} if isinstance(config, dict) else {}
+    tiles = (settings.get("block_level_fusion_config") or {}).get("output_tiles") or [{}]
+    return tuple(int(size) for size in tiles[0].get("sizes", ()))
+
+
 def slice_strides(instruction: Instruction) -> tuple[int, ...]:
     """Returns the stride of each dimension of a slice."""
     ranges = instruction.attributes.get("slice", "").strip("{}").split(",")

@@ -37,6 +37,7 @@ def _program(analysis: Analysis, process: int, times: Times) -> list[dict[str, A
         {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}},
     ]
     now, gap = 0.0, _gap(analysis, len(order), times)
+    no_gaps_in_loops = times == "estimated"  # as `Analysis.estimated_us`
     for launch in order:
         duration = launch.measured_us if times == "measured" else launch.estimated_us
         if duration is None:
@@ -53,7 +54,7 @@ def _program(analysis: Analysis, process: int, times: Times) -> list[dict[str, A
                 "args": _arguments(launch),
             }
         )
-        now += duration + gap
+        now += duration + (0 if no_gaps_in_loops and launch.repeat > 1 else gap)
     return events
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from hlo_analysis.costs.coalescing import cache_bytes
-from hlo_analysis.costs.estimate import estimate
+from hlo_analysis.costs.estimate import Work, estimate, longest
 from hlo_analysis.costs.flops import Flops, flops_of
 from hlo_analysis.costs.link import link_bytes
 from hlo_analysis.costs.occupancy import MultiprocessorLimits, occupancy
 from hlo_analysis.costs.resources import Resources, kernel_name
 from hlo_analysis.costs.roofline import bound, xla_estimate
-from hlo_analysis.costs.slow_work import atomic_updates, reduced_elements, row_alignment
+from hlo_analysis.costs.slow_work import atomic_updates, filter_channels, is_transposed, loads_slowly
 from hlo_analysis.costs.traffic import Usage, pass_usage, usage_of
 from hlo_analysis.hlo import Instruction, Module, SourceFrame, computation_text
 from hlo_analysis.hlo.scope import scope_of
@@ -80,7 +80,24 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     filled, limiter = _occupancy(block, resources.registers, shared, context.limits)
     op_name, frame = _origin(module, instruction, context.library_packages)
     scope, phase = scope_of(op_name)
+    operands = [site.computation.instructions[name].shape for name in instruction.operands]
     facts = facts_of(module, instruction, _sources(site.computation.name, instruction, context))
+    work = Work(
+        kind=kind,
+        bytes_moved=bytes_read + usage.bytes_written,
+        flops=flops,
+        grid=grid or (),
+        block=block or (),
+        instructions=resources.instructions,
+        resident_warps=_resident_warps(filled, context.limits),
+        atomic_updates=atomic_updates(facts.instructions),
+        loads_slowly=kind == "triton_gemm" and loads_slowly(facts.instructions),
+        transposed=is_transposed(instruction, operands),
+        filter_channels=filter_channels(instruction, operands),
+        attention=is_attention(instruction, kernel),
+        cache_bytes=cache_bytes(module, instruction, kind),
+        link_bytes=sent,
+    )
     launch = LaunchRow(
         index=index,
         thunk_id=thunk.id,
@@ -108,24 +125,13 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         link_bytes=sent,
         roofline_us=limit.time_us,
         limiter=limit.limiter,
-        estimated_us=estimate(
-            bytes_read + usage.bytes_written,
-            flops,
-            context.device,
-            kind=kind,
-            reduced=reduced_elements(facts.instructions) if kind in EMITTERS else 0,
-            atomic_updates=atomic_updates(facts.instructions),
-            row_alignment=row_alignment(facts.instructions),
-            attention=is_attention(instruction, kernel),
-            grid=grid,
-            cache_bytes=cache_bytes(module, instruction, kind),
-            link_bytes=sent,
-            xla_us=xla[0] if xla else None,
-        ),
+        estimated_us=estimate(work, context.device),
+        longest_us=longest(work, context.device),
         xla_estimate_us=xla[0] if xla else None,
         xla_estimate_model=xla[1] if xla else None,
         registers=resources.registers,
         spill_bytes=resources.spill_bytes,
+        instructions=resources.instructions,
         occupancy=filled,
         occupancy_limiter=limiter,
         hlo=_snippet(module, instruction),
@@ -168,6 +174,10 @@ def _occupancy(
     if block is None or registers is None or shared is None or limits is None:
         return None, None
     return occupancy(limits, block=block, registers=registers, shared_memory_bytes=shared)
+
+
+def _resident_warps(filled: float | None, limits: MultiprocessorLimits | None) -> float | None:
+    return filled * limits.threads / limits.warp_size if filled and limits else None
 
 
 def _arithmetic(site: Site, instruction: Instruction, kind: LaunchKind, context: Context) -> Flops:

@@ -72,13 +72,33 @@ class Efficiency:
     """Share of the power-limited peak that attention kernels reach."""
     kernel_us: float = 0.0
     """GPU time of a kernel that does almost nothing."""
+    issued_per_clock: float = 0.0
+    """Instructions that the warps of a multiprocessor issue in a clock when there are many; 0 if not known."""
+    clocks_per_instruction: float = 0.0
+    """Clocks between two instructions of one warp."""
+    blocks_per_clock: float = 0.0
+    """Blocks that the GPU starts in a clock; 0 if not known."""
+    bytes_per_clock: float = 0.0
+    """Bytes that a multiprocessor reads and writes in a clock; 0 if not known."""
     cache_bytes_per_clock: float = 0.0
     """L2 cache bandwidth of strided reads, in bytes per multiprocessor and clock; 0 if not known."""
     atomics_per_clock: float = 0.0
     """Elements of 16 bits that a multiprocessor adds to memory in a clock; 0 if not known."""
-    unaligned: tuple[float, float] = (1.0, 1.0)
-    """Share of their rate that Triton products reach with rows that start at multiples of 2 bytes, or of 4 or 8."""
+    contended_clocks: float = 0.0
+    """Clocks that each other thread costs an addition of 16 bits into the same place; 0 if not known."""
+    slow_loads: float = 1.0
+    """Share of their rate that Triton products reach whose rows start where no thread can load 16 bytes at once."""
+    transposed: float = 1.0
+    """Share of their rate that products of float32 reach whose operands are not contiguous along the sum."""
+    few_channels: float = 1.0
+    """Share of their rate that convolutions reach whose filters sum over 2 to 7 channels."""
+    direct_flops_per_clock: float = 0.0
+    """FLOPs of a multiprocessor in a clock in convolutions whose filters sum over one channel; 0 if not known."""
     source: str = ""
+
+    def __repr__(self) -> str:
+        shares = f"memory {self.memory:.0%}, matrix products {self.power * self.matrix:.0%}"
+        return f"Efficiency({shares}, {self.kernel_us:g} us a kernel; {self.source or 'not measured'})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,9 +260,13 @@ class Analysis:
 
     @property
     def estimated_us(self) -> float:
-        """Returns the estimated time of one run: all launches in sequence, and the gaps between them."""
+        """Returns the estimated time of one run: all launches in sequence, and the gaps between those outside loops.
+
+        Loops run in command buffers, where launches that do not wait for each other overlap.
+        """
         busy = sum(launch.estimated_us * launch.repeat for launch in self.launches)
-        return busy + max(0, self.launch_count - 1) * self.device.gap_us
+        once = sum(launch.repeat == 1 for launch in self.launches)
+        return busy + max(0, once - 1) * self.device.gap_us
 
     @property
     def has_opaque_kernels(self) -> bool:

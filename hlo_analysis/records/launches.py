@@ -103,6 +103,9 @@ class Launch:
     estimated_us: float = 0.0
     """Estimated: GPU time of one launch, by what kernels reach of the target's peaks. The gap to the next is not in it;
     see `Analysis.estimated_us`."""
+    longest_us: float | None = None
+    """Estimated: the same if the data is the worst, such as a scatter whose rows are all added into one. None where the
+    data does not matter."""
     xla_estimate_us: float | None = None
     xla_estimate_model: str | None = None
     measured_us: float | None = None
@@ -111,6 +114,8 @@ class Launch:
     """Of a thread, as ptxas gives them."""
     spill_bytes: int | None = None
     """Bytes of registers that a thread stores to memory and loads again, for want of registers."""
+    instructions: int | None = None
+    """Of the kernel's PTX, each once: a thread executes as many where nothing loops."""
     occupancy: float | None = None
     """Counted: the share of a multiprocessor's warps that blocks of this kernel can fill, from 0 to 1."""
     occupancy_limiter: OccupancyLimiter | None = None

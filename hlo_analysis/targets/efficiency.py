@@ -16,12 +16,29 @@ EFFICIENCY = Efficiency(
     attention=0.63,
     # Median of the launches of the fit that move less than 1 MB.
     kernel_us=1.5,
+    # Medians of public models on an H100, printed by `check_estimates.py --models --fit`:
+    # 16 launches that warps fill, 2.0 to 4.3: gradients of softmax, random bits, one-hot products;
+    issued_per_clock=3.2,
+    # 10 launches with 8 warps a multiprocessor, 6.5 to 9.6: softmax and its gradients in tiles of 16384 elements;
+    clocks_per_instruction=7.6,
+    # 4 launches that only write zeros, 0.84 to 0.86;
+    blocks_per_clock=0.85,
+    # 15 launches of more than 1 MB in at most 33 blocks, 15 to 42: sums over columns.
+    bytes_per_clock=37.0,
     # One launch of the fit that transposes 2 GB element by element: 5.2 TB/s on 132 SMs at 1.98 GHz.
     cache_bytes_per_clock=20.0,
     # Gradients of embeddings on an H100: 8192 rows of 1024 bf16 into 30522 or 50257 rows, 79 and 81 us.
     atomics_per_clock=0.4,
-    # Products with a vocabulary of 50257 (2.2 and 2.9 times as long) and of 30522 (1.0 and 2.4) on an H100.
-    unaligned=(0.4, 0.6),
+    # 8192 rows of 1024 bf16 into one row on an H100: 93 and 108 ms; half of them into each of two rows: 38 ms.
+    contended_clocks=85.0,
+    # Gradients of logits over 50257 and 30522 words on an H100: 245, 303 and 329 of 742 TFLOP/s.
+    slow_loads=0.45,
+    # Gradients of float32 weights on an H100: 250 to 284 of 371 TFLOP/s.
+    transposed=0.7,
+    # ViT's patches of 16x16 and three channels on an H100: 34 of 742 TFLOP/s.
+    few_channels=0.046,
+    # Mamba 2's convolution of 3328 channels with four taps on an H100: 969 us for 0.22 GFLOP.
+    direct_flops_per_clock=0.86,
     source="measured on an H200: launches of llama3-8b's block at 2x4096, forward and grad",
 )
 """Used for every GPU until others are measured. `scripts/check_estimates.py` computes the medians again."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from profiles import RUN, as_run
 
-from hlo_analysis import analyze, capture
+from hlo_analysis import Capture, analyze, capture
 from xlafuse.measurements import load
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "record_measured.py"
@@ -48,6 +48,11 @@ def test_files_of_cases_and_what_they_are_made_of(script, monkeypatch, tmp_path:
     recorded = load(file)
     assert recorded.strategies["xla"].calls == 3
     assert recorded.strategies["xla"].launches
+
+    # The archive has what the estimates need of the kernels that it leaves out.
+    kept = Capture.load(tmp_path / "captures" / "llama3-8b-1x1-forward-xla.zip")
+    assert not kept.ptx()
+    assert [launch.instructions for launch in analyze(kept).launches if launch.registers]
 
     # The archive makes the same file again.
     file.unlink()
