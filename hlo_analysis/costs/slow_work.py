@@ -8,7 +8,7 @@ from math import prod
 from hlo_analysis.hlo import Instruction, Shape
 from hlo_analysis.hlo.attributes import convolution_labels, custom_call_target, dot_dimensions, integers
 
-_ALIGNED_BYTES = 16
+ALIGNED_BYTES = 16
 """What one thread loads at once, and TMA's least pitch of rows."""
 _WORD_BYTES = 4
 """Least size of an asynchronous copy to shared memory (PTX `cp.async`)."""
@@ -73,7 +73,7 @@ def _is_slow(shape: Shape, contracting: Sequence[int]) -> bool:
         return False
     width = shape.byte_size // shape.element_count
     row = shape.dimensions[_fastest(shape)] * width
-    return bool(row % (_ALIGNED_BYTES if width == 2 and _fastest(shape) in contracting else _WORD_BYTES))
+    return bool(row % (ALIGNED_BYTES if width == 2 and _fastest(shape) in contracting else _WORD_BYTES))
 
 
 def _fastest(shape: Shape) -> int:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hlo_analysis.costs.slow_work import ALIGNED_BYTES, row_alignment
+from hlo_analysis.costs.slow_work import ALIGNED_BYTES, loads_slowly
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import Candidate, missed
 from hlo_analysis.missed.program import Program
@@ -20,7 +20,8 @@ def odd_sizes(program: Program) -> Iterator[Candidate]:
     """Yields one missed fusion for all products that read rows of the same odd length."""
     found: dict[int, list[LaunchRow]] = defaultdict(list)
     for launch in program.launches:
-        if launch.kind == "triton_gemm" and (size := _odd_size(launch)):
+        is_slow = launch.kind == "triton_gemm" and loads_slowly(launch.facts.instructions)
+        if is_slow and (size := _odd_size(launch)):
             found[size].append(launch)
     for size, products in found.items():
         padded = _padded(size)
@@ -64,6 +65,5 @@ def _padded(size: int) -> int:
 
 def _slow_us(product: LaunchRow, device: Device) -> float:
     """Returns how much longer a product takes than with aligned rows."""
-    odd, even = device.efficiency.unaligned
-    share = odd if row_alignment(product.facts.instructions) < 4 else even
-    return product.repeat * (product.estimated_us - max(product.estimated_us * share, product.roofline_us))
+    even_us = max(product.estimated_us * device.efficiency.slow_loads, product.roofline_us)
+    return product.repeat * (product.estimated_us - even_us)

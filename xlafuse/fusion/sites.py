@@ -124,10 +124,10 @@ _JOINED = {"linear", "rms_norm", "layer_norm", "cross_entropy"}
 """Operations that are found also where they are not wanted, as parts of larger ones."""
 
 
-<<<<<<< HEAD
 OF_GRADIENTS = ("embedding",)
 """Operations of which only the gradient is another program than XLA's."""
-=======
+
+
 def operations() -> frozenset[str]:
     """Returns the names that `ops` and `skip` may have."""
     return _names(spellings())
@@ -135,7 +135,6 @@ def operations() -> frozenset[str]:
 
 def _names(every: Sequence[Spelling]) -> frozenset[str]:
     return frozenset({spelling.operation for spelling in every} | PARTS.keys() | OTHERS) - OPERATIONS.keys()
->>>>>>> h/oddsize
 
 
 def spellings(operations: Sequence[str] | None = None, skip: Collection[str] = frozenset()) -> tuple[Spelling, ...]:
