@@ -2,7 +2,7 @@
 
 A library's kernels for 16-bit operands need rows in memory that begin at multiples of 16 bytes. XLA computes other
 products in a Triton kernel. On an H100, those of BERT and GPT-2 with vocabularies of 30522 and 50257 take 2.2, 2.4 and
-2.9 times as long where a row of an operand has such a length, and 1.0 and 1.2 times where only rows of the result have.
+2.9 times as long where it loads rows of an operand in small pieces, and 1.0 and 1.2 times elsewhere.
 With zeros at the end of the operands' rows, and a part of the result, all are fast, and so are those of the gradient.
 """
 
@@ -27,23 +27,23 @@ Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Seq
 
 MATRICES: Dimensions = (((1,), (0,)), ((), ()))
 """Those of (rows, features) @ (features, outputs)."""
-_ROW_BYTES = 16
+_ROW_BYTES, _WORD_BYTES = 16, 4
+"""Rows that a product does not sum over are loaded slowly only if they begin between multiples of 4 bytes."""
 _MULTIPLE, _LARGE_MULTIPLE, _LARGE = 8, 64, 4096
 """Sizes from 4096 on become multiples of 64, which fill tiles better: at most 1.6 % more work."""
 _MOST_GROWTH = 1.25
 """Of a size: what is padded by more loses what alignment gains."""
 _FLOPS_PER_COPIED_BYTE = 210
 """The FLOPs of a product that pay for a byte read or written to pad it. GPT-2's head runs at about 700 TFLOP/s on an
-H100 at a padded size, and at less than half of that without, while copies run at 2.7 TB/s. Twice as many where rows
-begin at multiples of 8 bytes, of which threads load more at once."""
+H100 at a padded size, and at less than half of that without, while copies run at 2.7 TB/s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
     """Zeros at the end of a product's operands.
 
-    lhs, rhs: the padded shapes. result: the shape of the product without padding. serves_gradients_only: whether rows
-    of the result alone have an odd length, so that only the products of the gradient get faster.
+    lhs, rhs: the padded shapes. result: the shape of the product without padding. serves_gradients_only: whether only
+    the products of the gradient get faster, as with a table of embeddings, of which the result alone has odd rows.
     """
 
     lhs: tuple[int, ...]
@@ -83,31 +83,43 @@ def padding_of(
         return None
     dtype = jnp.dtype(result_dtype or lhs.dtype)
     free = [[axis for axis in range(len(shape)) if axis not in contracting[i]] for i, shape in enumerate(shapes)]
-    kinds = [(i, axes) for i in (0, 1) for axes in (free[i], contracting[i])]
-    last = (1, free[1]) if free[1] else (0, free[0])
     ends = minor or (len(shapes[0]) - 1, len(shapes[1]) - 1)
-    # Each array's last axis, by the operand that has it, and the bytes of its rows.
-    rows = [(i, ends[i], _row(shapes[i], ends[i], axes) * 2) for i, axes in kinds if ends[i] in axes]
-    of_result = (
-        [(last[0], last[1][-1], _row(shapes[last[0]], last[1][-1], last[1]) * dtype.itemsize)] if last[1] else []
-    )
-    odd, odd_result = ([row for row in each if row[2] % _ROW_BYTES] for each in (rows, of_result))
+    # Of each array the operand with its last axis, that axis, the bytes of its rows, and whether they are summed over.
+    rows = [
+        (i, ends[i], _row(shapes[i], ends[i], axes) * 2, axes is contracting[i])
+        for i in (0, 1)
+        for axes in (free[i], contracting[i])
+        if ends[i] in axes
+    ]
+    i = 1 if free[1] else 0
+    of_result = [(i, free[i][-1], _row(shapes[i], free[i][-1], free[i]) * dtype.itemsize, False)] if free[i] else []
     padded = [list(shape) for shape in shapes]
-    for i, axis, _ in (*odd, *odd_result):
-        padded[i][axis] = padded_size(shapes[i][axis])
-        if axis in contracting[i]:
-            padded[1 - i][contracting[1 - i][list(contracting[i]).index(axis)]] = padded[i][axis]
+    for i, axis, size, is_summed in (*rows, *of_result):
+        if size % _ROW_BYTES:
+            padded[i][axis] = padded_size(shapes[i][axis])
+            if is_summed:
+                padded[1 - i][contracting[1 - i][list(contracting[i]).index(axis)]] = padded[i][axis]
     result = tuple(shapes[i][axis] for i in (0, 1) for axis in free[i])
     changed = [i for i in (0, 1) if tuple(padded[i]) != shapes[i]]
     copied = sum(2 * 2 * math.prod(shapes[i]) for i in changed)
     copied += 2 * dtype.itemsize * math.prod(result) if copies_result else 0
     flops = 2 * math.prod(result) * math.prod(shapes[0][axis] for axis in contracting[0])
-    grows = any(math.prod(padded[i]) > _MOST_GROWTH * math.prod(shapes[i]) for i in changed)
-    is_half_aligned = all(size % (_ROW_BYTES // 2) == 0 for _, _, size in (*odd, *odd_result))
-    needed = _FLOPS_PER_COPIED_BYTE * (2 if is_half_aligned else 1)
-    if not changed or grows or flops < needed * copied:
+    if not changed or any(math.prod(padded[i]) > _MOST_GROWTH * math.prod(shapes[i]) for i in changed):
         return None
-    return Padding(lhs=tuple(padded[0]), rhs=tuple(padded[1]), result=result, serves_gradients_only=not odd)
+    is_slow = any(_loads_slowly(size, is_summed) for _, _, size, is_summed in rows)
+    # The gradient of an operand sums over the free axes of the other one, which the cotangent has, too.
+    cotangent = [row[2] for row in of_result if dtype.itemsize == 2]
+    slow_gradients = sum(
+        any(_loads_slowly(size, not is_summed) for i, _, size, is_summed in rows if i != own)
+        or any(_loads_slowly(size, own == 0) for size in cotangent)
+        for own in (0, 1)
+    )
+    serves_gradients_only = not is_slow or flops < _FLOPS_PER_COPIED_BYTE * copied
+    if serves_gradients_only and flops * slow_gradients < 2 * _FLOPS_PER_COPIED_BYTE * copied:
+        return None
+    return Padding(
+        lhs=tuple(padded[0]), rhs=tuple(padded[1]), result=result, serves_gradients_only=serves_gradients_only
+    )
 
 
 def padded_product(
@@ -139,6 +151,11 @@ def _may_be_padded(operand: Any) -> bool:
     is_known = not any(map(is_symbolic_dim, aval.shape))
     is_sharded = any(each is not None for each in getattr(getattr(aval, "sharding", None), "spec", ()))
     return is_known and not is_sharded and aval.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _loads_slowly(row_bytes: int, is_summed: bool) -> bool:
+    """Returns whether a product loads rows of so many bytes slowly, by whether it sums over their elements."""
+    return bool(row_bytes % (_ROW_BYTES if is_summed else _WORD_BYTES))
 
 
 def _row(shape: Sequence[int], axis: int, axes: Sequence[int]) -> int:

@@ -13,7 +13,7 @@ from hlo_analysis.targets import load_target
 from xlafuse.regressions import costs_more
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-ROWS, FEATURES, VOCABULARY = 4096, 1024, 30522
+ROWS, FEATURES, VOCABULARY = 4096, 1024, 30521
 
 
 def array(*sizes, dtype=BF16):
@@ -62,7 +62,7 @@ PADDED = {
 @pytest.mark.parametrize("name", PADDED)
 def test_a_product_is_padded(name):
     fn, arguments, kind = PADDED[name]
-    assert notes(fn, *arguments) == [f"product padded from 30522 to 30528 {kind}"]
+    assert notes(fn, *arguments) == [f"product padded from 30521 to 30528 {kind}"]
     assert notes(fn, *arguments, skip={"padded_product"}) == []
     assert notes(fn, *arguments, ops=["padded_product"]) == notes(fn, *arguments)
     assert notes(fn, *arguments, ops=["linear"]) == []
@@ -118,7 +118,7 @@ def test_a_site_is_told_in_place_of_the_one_that_xla_would_compute():
     assert not report.left
     (text,) = map(str, report.taken)
     assert text.endswith(
-        "padded_product of bfloat16[4096,1024] by bfloat16[1024,30522]: product padded from 30522 to 30528 columns"
+        "padded_product of bfloat16[4096,1024] by bfloat16[1024,30521]: product padded from 30521 to 30528 columns"
     )
 
 
