@@ -15,6 +15,7 @@ from hlo_analysis.decisions import decide
 from hlo_analysis.errors import DumpError, HloParseError
 from hlo_analysis.hlo import Module, parse_module
 from hlo_analysis.hlo.attributes import aliased_parameters
+from hlo_analysis.hotspots import find_hotspots
 from hlo_analysis.measured.run import measured_run
 from hlo_analysis.missed import rank
 from hlo_analysis.program.dataflow import Dataflow, leaves
@@ -104,6 +105,7 @@ def _assemble(
         [access for row in rows for access in row.writes], [access for row in rows for access in row.reads], outputs
     )
     decisions = attempt(decide, (), capture, module, launch_of)
+    kernels = kernels_for(catalogue, capture.manifest.compute_capability)
     missed = attempt(
         rank,
         (),
@@ -113,7 +115,7 @@ def _assemble(
         device,
         outputs=outputs,
         donated=_donated(module),
-        catalogue=kernels_for(catalogue, capture.manifest.compute_capability),
+        catalogue=kernels,
     )
     notes = (*provenance.notes, *notes, *table.notes, *notes_of(launches, outputs, device))
     return Analysis(
@@ -124,6 +126,7 @@ def _assemble(
         decisions=decisions,
         intermediates=intermediates,
         missed=missed,
+        hotspots=attempt(find_hotspots, (), launches, missed, device, kernels),
         traffic=_total(launches, intermediates),
         memory=attempt(_memory, Memory(), capture),
         silent=silent_instructions(module, table),

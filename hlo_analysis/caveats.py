@@ -7,12 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from hlo_analysis.patterns.launch_patterns import calls_python
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.program.launch_kinds import EMITTERS
 from hlo_analysis.records import OPAQUE_KINDS, Device
 from hlo_analysis.rules import gather
-
-_LARGE_PRODUCT = 10**9
-"""FLOPs from which a product belongs on the matrix units; for smaller ones, XLA's loops may be the better choice."""
 
 _OPAQUE_NAMES = {"mosaic": "Mosaic GPU", "jax_triton": "Triton", "custom_call": "custom-call"}
 
@@ -36,33 +32,11 @@ def notes_of(launches: Sequence[LaunchRow], outputs: Collection[str], device: De
         yield "The program was compiled for a CPU: missed fusions and remedies are known for GPUs, and none is listed."
         yield from gather(_callbacks, launches)
         return
-    yield from gather(_slow_products, launches)
     yield from gather(_opaque_kernels, launches)
     yield from gather(_spills, launches)
     yield from gather(_repeated_rows, launches)
     yield from gather(_small_updates, launches, outputs)
     yield from gather(_offloading, launches)
-    yield from gather(_callbacks, launches)
-
-
-def _slow_products(launches: Sequence[LaunchRow]) -> Iterator[str]:
-    """Notes matrix products that XLA left to its loop emitter, which computes one result element per thread.
-
-    At an H200's peaks that is fifteen times slower: 66.9 against 989 TFLOP/s.
-    """
-    slow = [
-        launch.name
-        for launch in launches
-        if launch.kind in EMITTERS
-        and launch.flops >= _LARGE_PRODUCT
-        and {"dot", "convolution"} & dict(launch.opcodes).keys()
-    ]
-    if slow:
-        yield (
-            f"Matrix products without matrix units: {', '.join(slow)}. By default XLA uses its loop emitter for them, "
-            "which computes one element of the result per thread. With autotuning (an attached GPU, or a recording of "
-            "one) it first times the alternatives."
-        )
 
 
 def _opaque_kernels(launches: Sequence[LaunchRow]) -> Iterator[str]:

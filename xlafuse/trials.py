@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hlo_analysis.records import Analysis, MissedFusion, Trial
+from hlo_analysis.records import Analysis, Hotspot, MissedFusion, Trial
 from xlafuse.parallel import compilation_pool, one_at_a_time
 
 LEAST_SAVED_US = 0.5
@@ -45,14 +45,14 @@ def try_remedies(
       analysis: of `fn`, made by `hlo_analysis.analyze` with the catalogue `xlafuse.catalogue.KERNELS`.
       fn: the function that was captured.
       *shapes: its arguments, as for the capture.
-      count: most changes to compile, in the order of the missed fusions.
+      count: most changes to compile, in the order of the hotspots, then of the missed fusions.
       target: name or path of the GPU to compile for; None: the target that the analysis names.
       mode: "forward" or "grad"; None: the mode of the analysis. `fuse` comes before the gradient.
       progress: called with a change and its state as work goes on; see `Progress`.
       **capture_options: passed to `hlo_analysis.capture` (`autotune`, `timeout`, ...).
 
-    Returns the analysis with `MissedFusion.trial` filled. `Trial.error` has the reason if a change failed to compile or
-    if `fuse` found no site for an operation.
+    Returns the analysis with `Hotspot.trial` and `MissedFusion.trial` filled. `Trial.error` has the reason if a change
+    failed to compile or if `fuse` found no site for an operation.
 
     Raises:
       ValueError: `count` is negative, or the analysis is of a dump, which cannot be compiled again.
@@ -70,7 +70,7 @@ def try_remedies(
             "function with hlo_analysis.capture, or say mode='forward' or 'grad'."
         )
     described = load_target(target)
-    wanted = _first_changes(analysis.missed, count)
+    wanted = _first_changes((*analysis.hotspots, *analysis.missed), count)
     program = _Program(
         analysis=analysis, fn=fn, shapes=shapes, options={**capture_options, "target": target, "mode": mode}
     )
@@ -78,11 +78,13 @@ def try_remedies(
     with compilation_pool(described.kind) as pool:
         pending = {change: pool.submit(_trial, program, change, source, report) for change, source in wanted.items()}
         trials = {change: future.result() for change, future in pending.items()}
-    missed = []
-    for each in analysis.missed:
-        change = _change(each)
-        missed.append(dataclasses.replace(each, trial=trials[change]) if change in trials else each)
-    return dataclasses.replace(analysis, missed=tuple(missed))
+
+    def tried[T: (MissedFusion, Hotspot)](item: T) -> T:
+        change = _change(item)
+        return dataclasses.replace(item, trial=trials[change]) if change in trials else item
+
+    missed, hotspots = tuple(map(tried, analysis.missed)), tuple(map(tried, analysis.hotspots))
+    return dataclasses.replace(analysis, missed=missed, hotspots=hotspots)
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ class _Change:
         return f"compiler option{'s' if len(self.options) > 1 else ''} {listed}"
 
 
-def _change(missed: MissedFusion) -> _Change | None:
-    """Returns the change that a missed fusion asks for; None if only the program's author can make it."""
+def _change(missed: MissedFusion | Hotspot) -> _Change | None:
+    """Returns the change that a missed fusion or a hotspot asks for; None if only the program's author can make it."""
     from xlafuse.fusion.sites import operations
 
     if missed.options:
@@ -110,8 +112,8 @@ def _change(missed: MissedFusion) -> _Change | None:
     return None
 
 
-def _first_changes(found: Sequence[MissedFusion], count: int) -> dict[_Change, str | None]:
-    """Returns the first changes that missed fusions ask for, each with the source line of the first that asks."""
+def _first_changes(found: Sequence[MissedFusion | Hotspot], count: int) -> dict[_Change, str | None]:
+    """Returns the first changes that are asked for, each with the source line of the first that asks."""
     wanted: dict[_Change, str | None] = {}
     for missed in found:
         if (change := _change(missed)) is not None and len(wanted) < count:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from hlo_analysis.errors import DumpError
+from hlo_analysis.hotspots.times import timed
 from hlo_analysis.measured.profile import UNNAMED_GPU, KernelEvent, Profile
 from hlo_analysis.records import Analysis, Launch, LaunchKind, LaunchTime, Measured
 
@@ -113,7 +114,8 @@ def with_measured(analysis: Analysis, measured: Measured) -> Analysis:
     measured = _on_equal_terms(analysis, measured)
     times = {time.launch: time.median_us for time in measured.launches}
     launches = tuple(replace(launch, measured_us=times.get(launch.index)) for launch in analysis.launches)
-    return replace(analysis, launches=launches, measured=measured)
+    hotspots = timed(analysis.hotspots, launches, analysis.missed)
+    return replace(analysis, launches=launches, hotspots=hotspots, measured=measured)
 
 
 def _on_equal_terms(analysis: Analysis, measured: Measured) -> Measured:

@@ -81,8 +81,12 @@ class LaunchFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRow(Launch):
-    """A launch of the analyzed program: its record, and facts that the record does not store."""
+    """A launch of the analyzed program: its record, and facts that the record does not store.
 
+    needed_us: estimated time of one launch of the best kernel that moves these bytes and computes these products.
+    """
+
+    needed_us: float = 0.0
     facts: LaunchFacts = field(default=LaunchFacts(), repr=False, compare=False)
 
     def record(self) -> Launch:

@@ -10,6 +10,7 @@ from hlo_analysis.costs.coalescing import cache_bytes
 from hlo_analysis.costs.estimate import Work, estimate, longest
 from hlo_analysis.costs.flops import Flops, flops_of
 from hlo_analysis.costs.link import link_bytes
+from hlo_analysis.costs.needed import needed_us
 from hlo_analysis.costs.occupancy import MultiprocessorLimits, occupancy
 from hlo_analysis.costs.resources import Resources, kernel_name
 from hlo_analysis.costs.roofline import bound, xla_estimate
@@ -72,7 +73,8 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     bytes_read = sum(access.bytes for access in reads)
     flops = _arithmetic(site, instruction, kind, context)
     sent = link_bytes(module, instruction, bytes_read) if kind == "collective" else 0
-    limit = bound(bytes_read + usage.bytes_written, flops, context.device, sent)
+    moved = bytes_read + usage.bytes_written
+    limit = bound(moved, flops, context.device, sent)
     xla = xla_estimate(instruction, kind, context.compiler_options) if site.steps == 1 else None
     resources = context.resources.get(index, Resources())
     grid, kernel = thunk.grid or resources.grid, kernel_name(site)
@@ -84,7 +86,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     facts = facts_of(module, instruction, _sources(site.computation.name, instruction, context))
     work = Work(
         kind=kind,
-        bytes_moved=bytes_read + usage.bytes_written,
+        bytes_moved=moved,
         flops=flops,
         grid=grid or (),
         block=block or (),
@@ -137,6 +139,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         hlo=_snippet(module, instruction),
         ptx=context.ptx.index(resources.ptx) if resources.ptx else None,
         facts=facts,
+        needed_us=needed_us(moved, flops, context.device, attention=is_attention(instruction, kernel), link_bytes=sent),
     )
     return Row(launch=launch, writes=writes, reads=reads)
 

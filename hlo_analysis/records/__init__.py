@@ -20,6 +20,7 @@ from hlo_analysis.records.analysis import (
 )
 from hlo_analysis.records.comparison import Comparison, Numerics, ScopeCell, ScopeRow, SiteRecord, StrategyResult
 from hlo_analysis.records.edges import Decision, Intermediate, MissedFusion, Trial, Verdict
+from hlo_analysis.records.hotspots import Hotspot
 from hlo_analysis.records.launches import OPAQUE_KINDS, Launch, LaunchKind, OccupancyLimiter, Phase, Value
 from hlo_analysis.records.measured import LaunchTime, Measured
 
@@ -32,6 +33,7 @@ __all__ = [
     "Device",
     "Efficiency",
     "GemmChoice",
+    "Hotspot",
     "Intermediate",
     "Launch",
     "LaunchKind",

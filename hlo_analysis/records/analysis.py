@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hlo_analysis.records.edges import Decision, Intermediate, MissedFusion
+from hlo_analysis.records.hotspots import Hotspot
 from hlo_analysis.records.launches import OPAQUE_KINDS, Launch
 from hlo_analysis.records.measured import Measured
 
 SCHEMA_VERSION = 3
 
-Table = Literal["launches", "decisions", "missed"]
+Table = Literal["launches", "decisions", "missed", "hotspots"]
 """The tables of an analysis that have a DataFrame."""
 
 GemmChoice = Literal["attached", "replayed", "default", "none"]
@@ -196,6 +197,8 @@ class Analysis:
     """Entry instructions that launch nothing, with the reason (parameter, constant, bitcast, tuple, ...)."""
     measured: Measured | None = None
     """Times of the program on a GPU; None if it did not run."""
+    hotspots: tuple[Hotspot, ...] = ()
+    """Where the time goes: every launch and missed fusion by cause, those furthest above their need first."""
     ptx: tuple[str, ...] = ()
     """PTX of the kernels, each once though many launches run it."""
 
@@ -238,7 +241,7 @@ class Analysis:
         """Returns one table of the analysis as a pandas DataFrame, with one row per record.
 
         Args:
-            table: "launches", "decisions" or "missed".
+            table: "launches", "decisions", "missed" or "hotspots".
 
         Raises:
             ImportError: pandas is not installed.

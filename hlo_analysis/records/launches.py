@@ -126,6 +126,11 @@ class Launch:
     """Position of the kernel's source in `Analysis.ptx`; None for copies, library calls, and where it was not kept."""
 
     @property
+    def run_us(self) -> float:
+        """The time of all its launches in one run of the program: measured where known, else estimated."""
+        return (self.estimated_us if self.measured_us is None else self.measured_us) * self.repeat
+
+    @property
     def group(self) -> str:
         """The name under which views group it: its scope, else its source line, else ''."""
         return self.scope or self.source or ""

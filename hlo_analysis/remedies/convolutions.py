@@ -18,7 +18,7 @@ _MOST_TAPS = 8
 
 def of_convolutions(producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:
     """The remedy where one end is a convolution, None where none is or its neighbours decide."""
-    if any(map(_is_short, (producer, *readers))):
+    if any(map(is_short_depthwise, (producer, *readers))):
         return conv_texts.SHIFTED
     if not all(map(convolves, readers)):
         return _cut(producer, readers)
@@ -48,7 +48,7 @@ def _cut(producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:
     return conv_texts.PADDED if is_gradient and cuts else None
 
 
-def _is_short(launch: LaunchRow) -> bool:
+def is_short_depthwise(launch: LaunchRow) -> bool:
     """Whether it convolves each feature alone, along one axis, with a few taps and a stride of one."""
     for call in launch.facts.of("custom-call") if convolves(launch) else ():
         groups, taps = integers(call, "feature_group_count"), window_size(call)

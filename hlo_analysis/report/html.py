@@ -32,6 +32,7 @@ SCRIPTS = (
     "strategies.js",
     "roofline.js",
     "launches.js",
+    "hotspots.js",
     "missed.js",
     "decisions.js",
     "columns.js",

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hlo_analysis.decisions.categories import CATEGORIES
+from hlo_analysis.hotspots.times import launches_of
 from hlo_analysis.records import (
     Analysis,
     Comparison,
     Decision,
     Device,
+    Hotspot,
     Launch,
     MissedFusion,
     StrategyResult,
@@ -30,6 +32,7 @@ from hlo_analysis.records import (
 )
 from hlo_analysis.report import sentences
 from hlo_analysis.report.graph import LaunchGraph, launch_graph
+from hlo_analysis.report.hotspots import listed
 from hlo_analysis.report.launch_families import FAMILY_OF
 from hlo_analysis.report.similar_layers import group_missed
 
@@ -49,6 +52,12 @@ MISSED_COLUMNS = (
     "scope", "source", "code", "trial", "group",
 )  # fmt: skip
 MISSED_POOLED = ("shape", "reason", "category", "remedyKind", "remedy", "scope", "source", "code")
+
+HOTSPOT_COLUMNS = (
+    "launches", "missed", "cause", "scope", "source", "time", "excess", "how", "most", "remedyKind", "remedy", "code",
+    "trial", "waits",
+)  # fmt: skip
+HOTSPOT_POOLED = ("cause", "scope", "source", "remedyKind", "remedy", "code")
 
 PTX_LIMIT = 500_000
 """Characters that the compressed PTX may take of a page. The gradients of a Llama block take 0.1 MB with XLA alone and
@@ -179,6 +188,11 @@ def _tables(analysis: Analysis, places: Mapping[str, int]) -> dict[str, _Table]:
             pooled=MISSED_POOLED,
             rows=[_missed(item, group) for group, alike in enumerate(group_missed(analysis)) for item in alike],
         ),
+        "hotspots": _Table(
+            columns=HOTSPOT_COLUMNS,
+            pooled=HOTSPOT_POOLED,
+            rows=[_hotspot(item, launches_of(item, analysis.missed)) for item in listed(analysis)],
+        ),
     }
 
 
@@ -217,7 +231,16 @@ def _missed(missed: MissedFusion, group: int) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def remedy_code(missed: MissedFusion) -> str:
+def _hotspot(hotspot: Hotspot, launches: Sequence[int]) -> tuple[Any, ...]:
+    return (
+        launches, hotspot.missed, hotspot.cause, hotspot.scope, hotspot.source, round(hotspot.time_us, 3),
+        round(hotspot.excess_us, 3), hotspot.how, _rounded(hotspot.most_us), hotspot.remedy_kind, hotspot.remedy,
+        remedy_code(hotspot), _trial(hotspot.trial),
+        hotspot.waits_for_host,
+    )  # fmt: skip
+
+
+def remedy_code(missed: MissedFusion | Hotspot) -> str:
     """Returns Python code that applies the remedy: the record's own, or a `jax.jit` with its options; '' if neither."""
     if missed.code or not missed.options:
         return missed.code

@@ -10,6 +10,7 @@ from hlo_analysis.records import (
     Analysis,
     Comparison,
     Decision,
+    Hotspot,
     Launch,
     Measured,
     MissedFusion,
@@ -144,6 +145,7 @@ def _analysis(analysis: Analysis, label: str, scopes: _Scopes) -> Analysis:
         decisions=tuple(_decision(each, names, scopes) for each in analysis.decisions),
         intermediates=tuple(replace(each, name=names.alias(each.name)) for each in analysis.intermediates),
         missed=tuple(_missed(each, names, scopes) for each in analysis.missed),
+        hotspots=tuple(_hotspot(each, names, scopes) for each in analysis.hotspots),
         silent=tuple((names.alias(name), names.within(reason)) for name, reason in analysis.silent),
         measured=None if analysis.measured is None else _measured(analysis.measured, names, kernels),
         ptx=(),
@@ -212,6 +214,18 @@ def _missed(missed: MissedFusion, names: _Names, scopes: _Scopes) -> MissedFusio
         reason=reason,
         remedy=names.within(missed.remedy),
         scope=scopes.alias(missed.scope),
+        source=None,
+        code="",
+        trial=replace(trial, error=WITHHELD) if trial and trial.error else trial,
+    )
+
+
+def _hotspot(hotspot: Hotspot, names: _Names, scopes: _Scopes) -> Hotspot:
+    trial = hotspot.trial
+    return replace(
+        hotspot,
+        remedy=names.within(hotspot.remedy),
+        scope=scopes.alias(hotspot.scope),
         source=None,
         code="",
         trial=replace(trial, error=WITHHELD) if trial and trial.error else trial,

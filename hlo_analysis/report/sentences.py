@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hlo_analysis.records import (
     Analysis,
     Comparison,
+    Hotspot,
     Memory,
     MissedFusion,
     Numerics,
@@ -119,24 +120,6 @@ def peak_bytes(analysis: Analysis) -> int | None:
     return None if analysis.memory == Memory() else analysis.memory.peak_bytes
 
 
-def shared_argument(item: MissedFusion) -> str | None:
-    """Returns 'argument x.1' for a value that several launches read and none wrote; None if a launch wrote it.
-
-    The record of such a value has the first consumer in place of a producer.
-    """
-    if (
-        len(item.consumers) < 2 or item.producer not in item.consumers
-    ):  # a single consumer is a launch in a loop that reads its own value
-        return None
-    return f"{'constant' if item.value.startswith('constant') else 'argument'} {item.value}"
-
-
-def location(analysis: Analysis, item: MissedFusion) -> str:
-    """Returns the scope of a missed fusion, or its source line; for a value that XLA inserted, its consumer's line."""
-    sources = (analysis.launches[index].source for index in (item.producer, *item.consumers))
-    return item.scope or next(filter(None, sources), "no scope")
-
-
 _SHOWN_US = 0.05
 """Shorter times are shown as 0.0 µs."""
 
@@ -160,7 +143,7 @@ def trial_text(trial: Trial) -> str:
     return f"{trial.change}: {effect if trial.helps else f'no gain ({effect})'}"
 
 
-def is_advice(item: MissedFusion) -> bool:
+def is_advice(item: MissedFusion | Hotspot) -> bool:
     """Whether to show the remedy as advice: not if it was tried and does not help."""
     return item.trial is None or item.trial.helps or bool(item.trial.error)
 

@@ -1,4 +1,4 @@
-"""Prints a comparison on a terminal: verdict, strategy table, sites of fused operations, top missed fusions."""
+"""Prints a comparison on a terminal: verdict, strategy table, sites of fused operations, where the time goes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hlo_analysis.records import Analysis, Comparison, MissedFusion, StrategyResult
+from hlo_analysis.records import Analysis, Comparison, Hotspot, StrategyResult
 from hlo_analysis.report import formats, sentences
 from hlo_analysis.report.console import fitted
-from hlo_analysis.report.formats import Units, units_of
-from hlo_analysis.report.similar_layers import group_missed
+from hlo_analysis.report.formats import Units, plural, units_of
+from hlo_analysis.report.hotspots import heading, launches_text, listed, time_text
 from hlo_analysis.report.times import measured_sentences
 
 
-def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5) -> None:
-    """Prints the comparison on `console`: verdict, strategy table, sites, and the `missed` costliest missed fusions."""
+def render_terminal(comparison: Comparison, console: Console, *, hotspots: int = 5) -> None:
+    """Prints the comparison on `console`: verdict, strategy table, sites, and the `hotspots` first hotspots."""
     console.print()
     console.print(Text(comparison.title, style="bold"))
     console.print(Text(sentences.verdict(comparison)))
@@ -39,12 +39,11 @@ def render_terminal(comparison: Comparison, console: Console, *, missed: int = 5
             console.print()
             console.print(_sites(result))
     base = comparison[comparison.baseline]
-    if base.analysis is not None and base.analysis.missed:
+    if base.analysis is not None and (found := listed(base.analysis)):
         console.print()
-        groups, total = group_missed(base.analysis), len(base.analysis.missed)
-        count = f"{len(groups)} ({total} with similar ones)" if len(groups) < total else str(total)
-        console.print(Text(f"Missed fusions of {base.name}: the top {min(missed, len(groups))} of {count}", "bold"))
-        console.print(Group(*(_missed(base.analysis, *item) for item in enumerate(groups[:missed], start=1))))
+        first = f"the first {hotspots} of {len(found)} causes" if len(found) > hotspots else plural(len(found), "cause")
+        console.print(Text(f"Where the time of {base.name} goes: {heading(base.analysis, found)}; {first}", "bold"))
+        console.print(Group(*(_hotspot(base.analysis, *each) for each in enumerate(found[:hotspots], start=1))))
     console.print()
 
 
@@ -53,9 +52,6 @@ _LEFT_OUT = ((), ("kinds",), ("kinds", "saved"), ("kinds", "saved", "wall"), ("k
 
 _MAX_REFUSED = 5
 """Most refused sites listed; the JSON has all of them."""
-
-_MAX_CONSUMERS = 4
-"""Most consumers of a value listed by name; the page lists all of them."""
 
 
 def kinds_table(comparison: Comparison) -> Table:
@@ -195,30 +191,17 @@ def _sites(result: StrategyResult) -> Group:
     return Group(Text(head, "bold"), *lines)
 
 
-def _missed(analysis: Analysis, place: int, similar: Sequence[MissedFusion]) -> Padding:
-    item = similar[0]
-    more = f" and {len(similar) - 1} similar" if len(similar) > 1 else ""
-    source = sentences.shared_argument(item) or _launch(analysis, item.producer)
-    consumers = [_launch(analysis, index) for index in item.consumers]
-    if len(consumers) > _MAX_CONSUMERS:
-        consumers = [*consumers[: _MAX_CONSUMERS - 1], f"{len(consumers) - _MAX_CONSUMERS + 1} others"]
-    ends = f"{source} → {', '.join(consumers)}"
+def _hotspot(analysis: Analysis, place: int, item: Hotspot) -> Padding:
     head = Text.assemble(
         (f"{place}. ", "bold"),
-        (formats.format_bytes(sum(item.bytes_at_stake for item in similar)), "bold yellow"),
-        f"  {formats.format_us(sum(item.remaining_us for item in similar))} estimated  ",
-        (sentences.location(analysis, item), "cyan"),
-        f"  {item.shape}",
+        (time_text(item), "bold yellow"),
+        "  " if item.waits_for_host else f" {item.how}  ",
+        (" ".join(filter(None, (sentences.last_scope(item.scope), item.source))) or "no scope", "cyan"),
     )
-    body = Text.assemble((ends + more, "dim"), "\n", "why     ", item.reason)
-    if sentences.is_advice(item):
+    body = Text.assemble((launches_text(analysis, item), "dim"), "\n", "why     ", item.cause)
+    if item.remedy and sentences.is_advice(item):
         body.append("\n").append(f"{item.remedy_kind:<8}", "green").append(item.remedy)
     if item.trial is not None:
         style = "green" if item.trial.helps else "dim"
         body.append("\n").append("tried   ", style).append(sentences.trial_text(item.trial))
     return Padding(Group(head, Padding(body, (0, 0, 0, 3))), (0, 0, 1, 0))
-
-
-def _launch(analysis: Analysis, index: int) -> str:
-    launch = analysis.launches[index]
-    return f"#{index} {launch.name} ({launch.kind})"

@@ -40,7 +40,9 @@ def test_calls_of_python_lower_for_a_gpu_that_is_not_there(function: Callable[[j
 def test_calls_of_python_are_compiled_and_explained(compiler: None) -> None:
     analysis = analyze(capture(printed, VALUES))
     (call,) = (launch for launch in analysis.launches if launch.kind == "custom_call")
-    assert any("calls back to Python on the host, once in a run" in note for note in analysis.provenance.notes)
+    (waiting,) = (each for each in analysis.hotspots if each.waits_for_host)
+    assert waiting.launches == (call.index,)
+    assert waiting.cause.startswith("A call back to Python on the host")
     reasons = [decision.reason for decision in analysis.decisions if decision.consumer == call.name]
     assert [reason.partition("[")[2] for reason in reasons] == [f"{call.name} is a call back to Python on the host]"]
     assert not any(call.index in (missed.producer, *missed.consumers) for missed in analysis.missed)

@@ -46,11 +46,12 @@ def test_what_goes_over_the_hosts_bus_is_told() -> None:
     assert note.startswith("4 launches move 12 MB between the GPU's memory and the host's: counted apart")
 
 
-def test_calls_of_python_are_told_and_no_unknown_kernels() -> None:
+def test_calls_of_python_are_no_unknown_kernels_and_told_of_a_cpu_here() -> None:
     hlo = '%c = f32[] custom-call(%x), custom_call_target="xla_ffi_python_gpu_callback"'
     program = Program().launch("x", {"a": 9}, 9).launch("c", {"x": 9}, 9, "custom_call", hlo=hlo, repeat=3)
     program.launch("y", {"c": 9}, 9)
-    (note,) = notes_of(program.launches, (), DEVICE)
+    assert list(notes_of(program.launches, (), DEVICE)) == []
+    _, note = notes_of(program.launches, (), CPU_DEVICE)
     assert note.startswith("The program calls back to Python on the host, 3 times in a run (c), and waits for it")
     assert program.rank() == ()
 

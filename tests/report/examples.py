@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hlo_analysis.diff import compare_analyses
+from hlo_analysis.hotspots import timed
 from hlo_analysis.measured import with_measured
 from hlo_analysis.records import (
     Analysis,
     Comparison,
     Decision,
     Device,
+    Hotspot,
     Intermediate,
     Launch,
     LaunchTime,
@@ -206,6 +208,27 @@ def missed_of(launches: tuple[Launch, ...], intermediates: tuple[Intermediate, .
     return tuple(found)
 
 
+def hotspots_of(launches: tuple[Launch, ...], missed: tuple[MissedFusion, ...]) -> tuple[Hotspot, ...]:
+    """A slow launch, and a hotspot for each missed fusion."""
+    slow = Hotspot(
+        launches=(index := min(5, len(launches) - 1),),
+        cause="A scatter adds 8192 rows into 2",
+        needed_us=launches[index].roofline_us * 0.9,
+        scope=launches[index].scope,
+        source=launches[index].source,
+        most_us=1500.0,
+    )
+    made = [
+        Hotspot(
+            launches=(), missed=(item.rank,), cause="A value goes through memory",
+            stake_us=item.remaining_us, scope=item.scope, source=item.source, remedy_kind=item.remedy_kind,
+            remedy=item.remedy, options=item.options, kernel=item.kernel, code=item.code, trial=item.trial,
+        )
+        for item in missed
+    ]  # fmt: skip
+    return timed((*made, slow), launches, missed)
+
+
 TRIAL = Trial(
     change="attention by xlafuse.fuse",
     saved_launches=2,
@@ -227,7 +250,8 @@ def with_trials(comparison: Comparison) -> Comparison:
         replace(failed, trial=Trial(change="rms_norm by xlafuse.fuse", error="the program has a custom_jvp here")),
         *others,
     )
-    tried = replace(result, analysis=replace(result.analysis, missed=missed))
+    hotspots = hotspots_of(result.analysis.launches, missed)
+    tried = replace(result, analysis=replace(result.analysis, missed=missed, hotspots=hotspots))
     return replace(comparison, strategies=tuple(tried if each is result else each for each in comparison.strategies))
 
 
@@ -295,6 +319,7 @@ def analysis_of(
     """A whole analysis of the steps."""
     launches = launches_of(steps)
     intermediates = intermediates_of(launches)
+    missed = missed_of(launches, intermediates)
     return Analysis(
         label=label,
         provenance=Provenance(
@@ -316,7 +341,8 @@ def analysis_of(
         launches=launches,
         decisions=decisions_of(launches, intermediates),
         intermediates=intermediates,
-        missed=missed_of(launches, intermediates),
+        missed=missed,
+        hotspots=hotspots_of(launches, missed),
         traffic=Traffic(
             bytes_read=sum(launch.bytes_read for launch in launches),
             bytes_written=sum(launch.bytes_written for launch in launches),
@@ -407,7 +433,10 @@ def hostile_comparison() -> Comparison:
         for miss in analysis.missed
     )  # fmt: skip
     launches = tuple(replace(launch, source=HOSTILE, op_name=HOSTILE) for launch in analysis.launches)
-    analysis = replace(analysis, provenance=provenance, decisions=decisions, missed=missed, launches=launches)
+    hotspots = tuple(replace(each, cause=HOSTILE, remedy=HOSTILE) for each in hotspots_of(launches, missed))
+    analysis = replace(
+        analysis, provenance=provenance, decisions=decisions, missed=missed, launches=launches, hotspots=hotspots
+    )
     results = [
         StrategyResult(name=HOSTILE, description=HOSTILE, analysis=analysis),
         StrategyResult(name=HOSTILE + "!", description=HOSTILE, analysis=None, error=HOSTILE),

@@ -19,7 +19,7 @@ from tests.report.examples import full_comparison
 MARK = "Secret"
 # What may stay: figures, XLA's vocabulary, this tool's own words, versions, the target.
 KEPT = {
-    "shape", "opcodes", "pass_name", "limiter", "xla_estimate_model", "category", "remedy",
+    "shape", "opcodes", "pass_name", "cause", "limiter", "xla_estimate_model", "category", "remedy",
     "options", "change", "mode", "target", "versions", "created", "device", "compiler_options", "environment",
     "numerics", "description", "strategy", "baseline", "unfused", "operation", "outcome", "implementation",
     "occupancy_limiter",
@@ -34,7 +34,7 @@ def _marked(value: Any, name: str = "") -> Any:
         changed = {}
         for each in fields(value):
             kept = each.name in KEPT or (is_result and each.name == "name")
-            kept |= each.name == "kernel" and type(value).__name__ == "MissedFusion"
+            kept |= each.name == "kernel" and type(value).__name__ in ("MissedFusion", "Hotspot")
             kept |= get_origin(getattr(hints[each.name], "__value__", hints[each.name])) is Literal
             if not kept:
                 changed[each.name] = _marked(getattr(value, each.name), each.name)

@@ -71,8 +71,9 @@ def test_rows_of_a_table(xla: Analysis):
     assert "hlo" not in rows[0]
     assert sum(row["bytes_read"] + row["bytes_written"] for row in rows) == xla.traffic.bytes
     assert [row["rank"] for row in table_rows(xla, "missed")] == [each.rank for each in xla.missed]
+    assert [row["cause"] for row in table_rows(xla, "hotspots")] == [each.cause for each in xla.hotspots]
     assert len(table_rows(xla, "decisions")) == len(xla.decisions)
-    with pytest.raises(ValueError, match="expected a table of launches, decisions, missed, got 'launch'; did you mean"):
+    with pytest.raises(ValueError, match="expected a table of launches, decisions, missed, hotspots, got 'launch'"):
         table_rows(xla, "launch")  # pyright: ignore[reportArgumentType]
 
 

@@ -142,35 +142,37 @@ def test_memory_that_nothing_was_said_of_is_no_zero(comparison: Comparison):
     assert row.split()[-1] == "–"
 
 
-def test_a_shared_argument_is_named_in_place_of_a_producer(comparison: Comparison):
-    base = comparison["xla"]
-    assert base.analysis is not None
-    (first, *_) = base.analysis.missed
-    shared = replace(first, value="x.1", producer=1, consumers=(1, 2))
-    shown = replace(base, analysis=replace(base.analysis, missed=(shared,)))
-    assert "argument x.1 → #1" in _printed(replace(comparison, unfused=None, strategies=(shown,)), 140)
+def test_where_the_time_goes_names_cause_launches_and_the_worst_case(comparison: Comparison):
+    text = _printed(with_times(comparison), 140)
+    assert "Where the time of xla goes: " in text
+    head, launches, cause = text[text.index("3. 269 µs") :].splitlines()[:3]
+    assert head.split("  ")[0] == "3. 269 µs of 1.08 ms, 1.50 ms at worst measured"
+    assert "block.py:114" in head
+    assert launches.strip() == "1 launch: #5 softmax_fusion (triton)"
+    assert cause.strip() == "why     A scatter adds 8192 rows into 2"
 
 
-def test_what_xla_put_in_is_found_by_who_reads_it_and_many_readers_are_counted(comparison: Comparison):
+def test_of_many_causes_the_first_are_printed_and_all_counted(comparison: Comparison):
     base = comparison["xla"]
     assert base.analysis is not None
-    first, *others = base.analysis.launches
-    launches = (replace(first, scope="", source=None), *(replace(other, source="model.py:7") for other in others))
-    found = replace(base.analysis.missed[0], scope="", producer=0, consumers=(1, 2, 3, 4, 5))
-    shown = replace(base, analysis=replace(base.analysis, launches=launches, missed=(found,)))
-    text = _printed(replace(comparison, unfused=None, strategies=(shown,)), 160)
-    assert "estimated  model.py:7" in text
-    ends = next(line for line in text.splitlines() if "→" in line)
-    assert "#3" in ends
-    assert ends.strip().endswith("2 others")
-    assert "#4" not in ends
+    many = replace(base, analysis=replace(base.analysis, hotspots=base.analysis.hotspots[:3] * 3))
+    text = _printed(replace(comparison, unfused=None, strategies=(many,)), 140)
+    assert "the first 5 of 9 causes" in text
+    assert text.count("why  ") == 5
+
+
+def test_a_program_without_hotspots_says_nothing_of_them(comparison: Comparison):
+    base = comparison["xla"]
+    assert base.analysis is not None
+    quiet = replace(base, analysis=replace(base.analysis, hotspots=()))
+    assert "Where the time" not in _printed(replace(comparison, unfused=None, strategies=(quiet,)), 140)
 
 
 def _with_trial(comparison: Comparison, trial: Trial) -> str:
     base = comparison["xla"]
     assert base.analysis is not None
-    missed = tuple(replace(each, trial=trial) for each in base.analysis.missed[:1])
-    shown = replace(base, analysis=replace(base.analysis, missed=missed))
+    hotspots = tuple(replace(each, trial=trial) for each in base.analysis.hotspots[:1])
+    shown = replace(base, analysis=replace(base.analysis, hotspots=hotspots))
     return _printed(replace(comparison, unfused=None, strategies=(shown,)), 200)
 
 

@@ -45,7 +45,8 @@ def plain() -> Analysis:
 def _asking(analysis: Analysis, *remedies: dict) -> Analysis:
     """The analysis with a missed fusion for each remedy in place of its own."""
     first = dataclasses.replace(analysis.missed[0], options=(), kernel=None)
-    return dataclasses.replace(analysis, missed=tuple(dataclasses.replace(first, **each) for each in remedies))
+    missed = tuple(dataclasses.replace(first, **each) for each in remedies)
+    return dataclasses.replace(analysis, missed=missed, hotspots=())
 
 
 def _try(analysis: Analysis, **options):
@@ -103,7 +104,7 @@ def test_an_operation_that_is_refused_is_tried_with_what_it_needs_allowed():
     analysis = analyze(capture(program, *arguments), catalogue=KERNELS)
     base = analyze(capture(gated, X, SCALE, WEIGHT, WEIGHT), catalogue=KERNELS).missed[0]
     missed = dataclasses.replace(base, kernel="attention", options=(), source="test_trials.py:1")
-    asked = dataclasses.replace(analysis, missed=(missed,))
+    asked = dataclasses.replace(analysis, missed=(missed,), hotspots=())
     (tried,) = (each.trial for each in xlafuse.try_remedies(asked, program, *arguments).missed)
     assert tried.change == "attention by xlafuse.fuse, allow={'empty_rows'}"
     assert not tried.error
@@ -113,7 +114,7 @@ def test_the_gradient_is_taken_of_the_fused_function():
     analysis = analyze(capture(loss, X, SCALE, mode="grad"), catalogue=KERNELS)
     assert any(each.kernel == "rms_norm" for each in analysis.missed)
     tried = xlafuse.try_remedies(analysis, loss, X, SCALE, count=1)
-    (trial,) = {each.trial for each in tried.missed if each.kernel == "rms_norm"}
+    (trial,) = {each.trial for each in (*tried.missed, *tried.hotspots) if each.kernel == "rms_norm"}
     assert trial.saved_launches > 0
 
 

@@ -38,6 +38,7 @@ for (const raw of data.strategies) {
       return (decisions ??= decode(raw.decisions).map((edge, number) => ({ ...edge, number })));
     },
     missed: decode(raw.missed),
+    hotspots: decode(raw.hotspots),
   });
 }
 

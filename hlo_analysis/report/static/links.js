@@ -1,4 +1,4 @@
-// Deep links: #launch-12, #missed-3, #decision-57, #scope-2, #source-block.py:114; with @name for other strategies.
+// Deep links: #launch-12, #hotspot-0, #missed-3, #decision-57, #scope-2, #source-block.py:114; with @name for other strategies.
 
 const homeName = strategies.has(data.baseline) ? data.baseline : strategies.keys().next().value;
 const hashOf = (kind, id, strategy) =>
@@ -15,7 +15,7 @@ const setHash = (hash) => history.replaceState(null, "", hash || location.pathna
 function follow(hash) {
   let parts;
   try {
-    parts = /^#(launch|missed|decision|scope|source)-(.+?)(?:@(.+))?$/.exec(hash)?.slice(1).map((part) => part && decodeURIComponent(part));
+    parts = /^#(launch|hotspot|missed|decision|scope|source)-(.+?)(?:@(.+))?$/.exec(hash)?.slice(1).map((part) => part && decodeURIComponent(part));
   } catch { return false; } // not our address: a lone '%'
   if (!parts) return false;
   const [kind, id, strategy = homeName] = parts;
@@ -30,6 +30,7 @@ function follow(hash) {
 
 const SHOWS = {
   launch: (strategy, id) => strategies.get(strategy).launches[id] && (openCard(strategy, Number(id)), true),
+  hotspot: (strategy, id) => reveal(showHotspotPlace(strategy, Number(id))),
   missed: (strategy, id) => reveal(showMissedRank(strategy, Number(id))),
   decision: (strategy, id) => reveal(showDecision(strategy, Number(id))),
   scope: (_, id) => reveal(document.querySelectorAll("table.scopes tbody tr[data-scope]")[id]),

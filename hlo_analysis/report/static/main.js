@@ -9,6 +9,7 @@ function showFocus() {
   searchIndex = null;
   showOther();
   showDifferences(name);
+  showHotspots(name);
   showMissed(name);
   showRoofline(name);
   showGraph(name);
@@ -39,7 +40,6 @@ if (strategies.size) {
     showRoofline(focus.value);
     fit(ZOOM.legible);
   });
-  showWorst();
   showFocus();
   follow(location.hash);
 }

@@ -1,4 +1,4 @@
-// Shows missed fusions by time at stake: the baseline's three worst under the verdict, all of the strategy in view below.
+// Shows missed fusions of the strategy in view by time at stake.
 
 const FIRST_SHOWN = 8;
 const total = (group, what) => group.reduce((sum, item) => sum + item[what], 0);
@@ -41,20 +41,10 @@ function missedCard(name, group, most) {
       ...reasonOf(item), ...remedyOf(item)));
 }
 
-/** Whether the remedy was tried and did not help. The three worst leave such entries out. */
-const isInVain = ({ trial }) => trial && !trial.helps && !trial.error;
-
 /** Returns the cards of the first groups. */
 function missedCards(name, groups, count) {
   const most = groups.length ? total(groups[0], "time") || 1 : 1;
   return groups.slice(0, count).map((group) => missedCard(name, group, most));
-}
-
-function showWorst() {
-  const groups = homeName === data.baseline ? missedGroups(homeName).filter(([item]) => !isInVain(item)) : [];
-  const box = document.getElementById("worst");
-  box.hidden = !groups.length;
-  box.querySelector("ol").replaceChildren(...missedCards(homeName, groups, 3));
 }
 
 function showMissed(name, count = FIRST_SHOWN) {

@@ -1,4 +1,4 @@
-// Shows why a value goes through memory, the remedy, and its effect, on the cards of missed fusions and launches.
+// Shows why a value goes through memory, the remedy, and its effect, on the cards of hotspots, missed fusions and launches.
 
 /** Returns the reason in plain words, with the compiler's own words folded. A text in brackets is this tool's own. */
 function reasonOf(item) {
@@ -10,6 +10,9 @@ function reasonOf(item) {
       ? el("details", { className: "words" }, el("summary", { textContent: own ? "In detail" : "XLA's words" }), el("p", { className: "m", textContent: own ?? item.reason }))
       : null];
 }
+
+/** Whether the remedy was tried and did not help. */
+const isInVain = ({ trial }) => trial && !trial.helps && !trial.error;
 
 const REMEDY_KINDS = { option: "Set an option:", rewrite: "Change the code:", kernel: "Use a kernel:" };
 

@@ -1,0 +1,320 @@
+"""Says why a launch takes longer than its bytes and its matrix products need: one rule a cause, the first decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from hlo_analysis.costs.flops import Flops
+from hlo_analysis.costs.needed import needed_us
+from hlo_analysis.costs.slow_work import ALIGNED_BYTES, filter_channels, is_transposed
+from hlo_analysis.hlo import Instruction
+from hlo_analysis.hlo.attributes import convolution_labels, integers, window
+from hlo_analysis.hotspots import remedies
+from hlo_analysis.patterns.launch_patterns import (
+    calls_python,
+    convolves,
+    fills,
+    has,
+    is_product,
+    only_casts,
+    only_moves,
+    shape_of,
+)
+from hlo_analysis.program.facts import LaunchRow
+from hlo_analysis.program.launch_kinds import EMITTERS
+from hlo_analysis.records import Device
+from hlo_analysis.remedies import Remedy, conv_texts
+from hlo_analysis.remedies.convolutions import is_short_depthwise
+from hlo_analysis.remedies.texts import TOP_K
+
+Launches = Sequence[LaunchRow]
+
+_SIXTEEN_BITS = ("bf16", "f16")
+_FEW_ROWS = 1024
+"""A one-hot product with more rows takes longer than sorting: 8192 rows of 1024 bf16 into 1024, 27 us on an H100."""
+_CERTAIN = 1024
+"""Where the rows are so many times fewer than the updates, most updates wait, wherever they fall: two rows of 1024
+take 721 us even of random indices, nine times what spread ones take."""
+_ROUNDS = 20
+"""Threefry has 20 rounds, each with an exclusive or."""
+_FEW_CHANNELS = 8
+_LARGE_PRODUCT = 10**9
+"""FLOPs from which a product belongs on the matrix units; for smaller ones, XLA's loops may be the better choice."""
+_FEW_BLOCKS = 0.5
+"""Of the multiprocessors: where fewer have a block, the others idle."""
+_LARGE_BYTES = 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Why launches take longer than they need.
+
+    key: of the group that launches of this cause are in; by default those of one source line and of equal layers.
+    needed_us: what one run of the launch needs, if that is not what its bytes and products say.
+    most_us: the time of one run of the launch if the data is the worst that it can be, where bad data is certain.
+    waits: whether the GPU waits for the host, for a time that nothing here estimates.
+    takes_all: whether removing the cause saves what missed fusions between these launches have at stake.
+    """
+
+    text: str
+    remedy: Remedy | None = None
+    key: Hashable = None
+    needed_us: float | None = None
+    most_us: float | None = None
+    takes_all: bool = False
+    waits: bool = False
+
+
+def _repeated_indices(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
+    """A scatter that combines what may fall into one row."""
+    for scatter in launch.facts.of("scatter"):
+        updates = launch.facts.operand(scatter, len(scatter.operands) - 1)
+        into = launch.facts.operand(scatter, 0)
+        combines = any(f"scatter{mark}{name}" in scatter.op_name for name in _COMBINED for mark in "-_")
+        if updates is None or into is None or not combines or scatter.attributes.get("unique_indices") == "true":
+            continue
+        rows = prod(into.shape.dimensions[axis] for axis in integers(scatter, "scatter_dims_to_operand_dims"))
+        count = updates.shape.element_count * rows // max(into.shape.element_count, 1)
+        is_slow = updates.shape.element_type in _SIXTEEN_BITS
+        how = "by compare-and-swap, as there is no atomic addition of 16 bits" if is_slow else "atomically"
+        text = f"a scatter adds {count} rows into {rows} {how}; additions to one row wait for each other"
+        most = launch.longest_us
+        return Cause(
+            text=text if most is None else f"{text}: up to {most / 1000:.1f} ms if all fall into one",
+            remedy=remedies.ONE_HOT_PRODUCT if rows <= _FEW_ROWS else remedies.SORTED_SUMS,
+            most_us=most if count >= _CERTAIN * rows else None,
+        )
+    return None
+
+
+_COMBINED = ("add", "mul", "min", "max")
+
+
+def _random_bits(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
+    """Threefry, whose integer operations take longer than writing what it makes."""
+    if dict(launch.opcodes).get("xor", 0) < _ROUNDS or launch.repeat > 1:
+        return None
+    needed = needed_us(launch.bytes_read + launch.bytes_written, Flops(), device)
+    text = "random numbers by threefry, about 100 integer operations each"
+    if any("rematted_computation" in name for name in launch.facts.op_names("xor")):
+        text += ", made again for the backward pass"
+        return Cause(text=text, remedy=remedies.DRAWN_ONCE, key="drawn again", needed_us=needed)
+    return Cause(text=text, remedy=remedies.FOUR_OF_A_WORD, key="random", needed_us=needed)
+
+
+def _exact_float32(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
+    """A product for which the program asks for exact float32."""
+    asked = [each for each in launch.facts.instructions.values() if _is_exact(each)]
+    if not asked or launch.flops < _LARGE_PRODUCT:
+        return None
+    needed = needed_us(launch.bytes_read + launch.bytes_written, Flops(matrix=(("f32", 3 * launch.flops),)), device)
+    text = "a float32 product of the highest precision, which the matrix units do not compute"
+    return Cause(text=text, remedy=remedies.THREE_PASSES, needed_us=needed)
+
+
+def _is_exact(found: Instruction) -> bool:
+    return "highest" in found.attributes.get("operand_precision", "") or (
+        found.attributes.get("algorithm") == "dot_f32_f32_f32"
+    )
+
+
+def _widened_operands(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
+    """A float32 product of what are converted 16-bit values."""
+    if not is_product(launch) or launch.flops < _LARGE_PRODUCT:
+        return None
+    calls = launch.facts.of("dot") or [each for each in (launch.facts.launched,) if each]
+    types = [_narrow(name, launch, launches) for call in calls for name in call.operands[:2]]
+    if len(types) < 2 or not all(types):
+        return None
+    matrix = Flops(matrix=((types[0], launch.flops),))
+    return Cause(
+        text=f"a float32 product of {types[0]} values, converted first: at half the rate of their own product",
+        remedy=remedies.SIXTEEN_BITS,
+        needed_us=needed_us(launch.bytes_read + launch.bytes_written, matrix, device),
+    )
+
+
+def _narrow(name: str, launch: LaunchRow, launches: Launches) -> str:
+    """Returns the 16-bit type that an operand was converted from, inside the launch or before it; '' if from none."""
+    found = launch.facts.instructions.get(name)
+    while found and found.opcode in ("bitcast", "transpose", "reshape", "copy"):
+        name = found.operands[0]
+        found = launch.facts.operand(found, 0)
+    if found and found.opcode == "convert":
+        source = launch.facts.operand(found, 0)
+        kind = source.shape.element_type if source else ""
+        return kind if kind in _SIXTEEN_BITS and found.shape.element_type == "f32" else ""
+    outside = launch.facts.parameters.get(name, name)
+    producer = next((value.producer for value in launch.inputs if value.name == outside), None)
+    made = None if producer is None else launches[producer]
+    if made is None or not only_casts(made) or shape_of(made.outputs[0].shape).element_type != "f32":
+        return ""
+    kinds = {shape_of(value.shape).element_type for value in made.inputs}
+    return next(iter(kinds)) if len(kinds) == 1 and kinds <= set(_SIXTEEN_BITS) else ""
+
+
+def _without_matrix_units(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
+    """A product that XLA left to an emitter, which computes one element of the result a thread."""
+    if launch.kind not in EMITTERS or launch.flops < _LARGE_PRODUCT or not launch.facts.of("dot", "convolution"):
+        return None
+    kinds = {found.shape.element_type for found in launch.facts.of("dot", "convolution")}
+    matrix = Flops(matrix=((min(kinds), launch.flops),))
+    return Cause(
+        text="a product in XLA's loop emitter, one element of the result a thread, without matrix units. With "
+        "autotuning (an attached GPU, or a recording of one) XLA first times the alternatives",
+        needed_us=needed_us(launch.bytes_read + launch.bytes_written, matrix, device),
+    )
+
+
+def _poor_convolutions(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
+    """A convolution of a few channels, or of each channel alone."""
+    if not convolves(launch):
+        return None
+    if is_short_depthwise(launch):
+        text = "a convolution of each channel alone: cuDNN's kernels for it reach a small part of the bandwidth"
+        return Cause(text=text, remedy=conv_texts.SHIFTED, key="depthwise")
+    call = launch.facts.launched
+    labels = convolution_labels(call) if call else None
+    if call is None or labels is None:
+        return None
+    shapes = [shape_of(value.shape) for value in launch.inputs]
+    shapes = [shape for shape in shapes if len(shape.dimensions) == len(labels[0])]  # others are seen through a bitcast
+    channels = filter_channels(call, shapes) if len(shapes) > 1 else 0
+    if not 1 < channels < _FEW_CHANNELS:
+        return None
+    apart = window(call).get("stride", "") == window(call).get("size")
+    text = f"a convolution of {channels} channels: cuDNN's matrix kernels want 8 or more"
+    return Cause(text=text, remedy=remedies.PATCHES if apart else remedies.MORE_CHANNELS)
+
+
+def _one_hot_sums(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
+    """A sum over an array that compares an index with all places, and reads hardly anything."""
+    reduced = [launch.facts.operand(found, 0) for found in launch.facts.of("reduce")]
+    most = max((each.shape.element_count for each in reduced if each), default=0)
+    compares = [each for each in launch.facts.of("compare") if each.attributes.get("direction") == "EQ"]
+    if not has(launch, "iota") or not compares or launch.bytes_read * 64 > most:
+        return None
+    shape = max((each.shape for each in compares), key=lambda shape: shape.element_count)
+    size = f"{prod(shape.dimensions[:-1])} × {shape.dimensions[-1]}"
+    is_gradient = any("log_softmax" in name for name in launch.facts.op_names("reduce"))
+    return Cause(
+        text=f"the rows of a one-hot array of {size} are summed, an element at a time",
+        remedy=remedies.LOGSUMEXP if is_gradient else None,
+        needed_us=device.efficiency.kernel_us,
+    )
+
+
+def _small_iterations(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
+    """A loop's launch that takes longer to start than to work."""
+    if launch.repeat <= 1 or launch.limiter != "overhead":
+        return None
+    text = f"a loop of {launch.repeat} iterations, whose launches take longer to start than to work"
+    needed = max(launch.roofline_us - device.launch_overhead_us, 0.0)
+    key = ("loop", launch.computation)
+    return Cause(text=text, remedy=remedies.LARGER_ITERATIONS, key=key, needed_us=needed, takes_all=True)
+
+
+def _sort_passes(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
+    """A pass of a sort; only the first is needed."""
+    passes = [each for each in launches if each.name == launch.name and each.kind == "sort"]
+    if launch.kind != "sort" or len(passes) < 2:
+        return None
+    takes_few = "top_k" in launch.op_name
+    return Cause(
+        text=f"a sort in {len(passes)} passes over all of it{', of which few elements are taken' if takes_few else ''}",
+        remedy=TOP_K if takes_few else None,
+        key=("sort", launch.name),
+        needed_us=launch.needed_us if launch is passes[0] else 0.0,
+    )
+
+
+def _host_callbacks(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
+    """A call to Python."""
+    if not calls_python(launch):
+        return None
+    text = "a call back to Python on the host: the GPU waits for it, and values that pass through it cannot be fused"
+    return Cause(text=text, remedy=remedies.FEWER_CALLS, key=("callback", launch.source), waits=True)
+
+
+def _few_blocks(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
+    """A kernel whose blocks leave most multiprocessors idle, though it has work for all."""
+    blocks = prod(launch.grid) if launch.grid else 0
+    moved = launch.bytes_read + launch.bytes_written
+    if not 0 < blocks < _FEW_BLOCKS * device.core_count or moved < _LARGE_BYTES:
+        return None
+    work = kind_of_work(launch).text
+    return Cause(text=f"{work}, in {blocks} blocks: {device.core_count - blocks} of the GPU's {device.core_count} "
+                 "multiprocessors have nothing to do")  # fmt: skip
+
+
+RULES: tuple[Callable[[LaunchRow, Launches, Device], Cause | None], ...] = (
+    _repeated_indices,
+    _random_bits,
+    _exact_float32,
+    _widened_operands,
+    _without_matrix_units,
+    _poor_convolutions,
+    _one_hot_sums,
+    _host_callbacks,
+    _sort_passes,
+    _small_iterations,
+    _few_blocks,
+)
+"""In order of how sure each makes of the cause."""
+
+
+def kind_of_work(launch: LaunchRow) -> Cause:
+    """Names the work of a launch that no rule knows a cause for."""
+    return Cause(text=_work(launch))
+
+
+def _work(launch: LaunchRow) -> str:
+    if is_product(launch):
+        types = shape_of(launch.inputs[0].shape).element_type if launch.inputs else ""
+        complexes = " of complex numbers, as several real ones" if types.startswith("c") else ""
+        shapes = [shape_of(value.shape) for value in launch.inputs]
+        if types == "f32" and launch.facts.launched and is_transposed(launch.facts.launched, shapes):
+            return "a float32 product whose operands are not contiguous along the sum, as matrix units read 32 bits"
+        return f"a matrix product{complexes}"
+    if convolves(launch):
+        return "a convolution"
+    if launch.kind == "sort" or has(launch, "sort"):
+        return "a sort"
+    if fills(launch):
+        return "one value that is written everywhere"
+    if only_moves(launch):
+        return "data that is moved, transposed or padded"
+    if has(launch, "reduce"):
+        return _reduction(launch)
+    return _KINDS.get(launch.kind, "element-wise work")
+
+
+def _reduction(launch: LaunchRow) -> str:
+    for found in launch.facts.of("reduce"):
+        operand = launch.facts.operand(found, 0)
+        layout = operand.shape.layout if operand else None
+        if operand is None or layout is None or not layout.minor_to_major:
+            continue
+        fastest = layout.minor_to_major[0]
+        size = operand.shape.dimensions[fastest]
+        reduced = integers(found, "dimensions")
+        if fastest not in reduced:
+            each = prod(operand.shape.dimensions[axis] for axis in reduced)
+            turned = ", transposed as they are written" if has(launch, "transpose") else ""
+            return f"sums over columns, of {each} elements each{turned}"
+        if size * _bytes(operand) % ALIGNED_BYTES:
+            return f"a reduction of rows of {size} elements, which start at no multiple of 16 bytes"
+    return "a reduction"
+
+
+def _bytes(found: Instruction) -> int:
+    return found.shape.byte_size // max(found.shape.element_count, 1)
+
+
+_KINDS: Mapping[str, str] = {
+    "copy": "a copy", "memset": "a fill", "collective": "a collective", "cudnn": "a call of cuDNN",
+    "mosaic": "a custom kernel", "jax_triton": "a custom kernel", "custom_call": "a custom call",
+    "scatter": "a scatter", "transpose": "data that is transposed", "concatenate": "arrays that are joined",
+}  # fmt: skip

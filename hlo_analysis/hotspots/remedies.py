@@ -1,0 +1,79 @@
+"""Texts of what to do about launches that take longer than they need."""
+
+from __future__ import annotations
+
+from hlo_analysis.remedies import Remedy
+
+ONE_HOT_PRODUCT = Remedy(
+    kind="rewrite",
+    code="# before: jax.ops.segment_sum(updates, ids, rows); of a table's gradient: table[ids]\n"
+    "sums = jax.nn.one_hot(ids, rows, dtype=updates.dtype, axis=0) @ updates\n"
+    "taken = jax.nn.one_hot(ids, rows, dtype=table.dtype) @ table  # its gradient is such a product",
+    text="add by a product with a one-hot matrix, jax.nn.one_hot(ids, rows, axis=0) @ updates, which matrix units sum "
+    "without atomics and in float32; a lookup of so few rows, jax.nn.one_hot(ids, rows) @ table, has this gradient",
+)
+SORTED_SUMS = Remedy(
+    kind="kernel",
+    pattern="embedding",
+    code="order = jnp.argsort(ids)\n"
+    "sums = jax.ops.segment_sum(updates[order], ids[order], rows, indices_are_sorted=True)",
+    text="sort the indices and add each row's updates in one place, without atomics. Where indices are sorted already, "
+    "say so (indices_are_sorted=True), and unique_indices=True where none comes twice",
+)
+FOUR_OF_A_WORD = Remedy(
+    kind="rewrite",
+    code="words = jax.random.bits(key, (x.size // 4,), jnp.uint32)\n"
+    "kept = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(x.shape) < 230  # of 256: a rate of 0.102",
+    text="make the mask of bytes, four of each random word, where the rate may be a multiple of 1/256: a quarter of "
+    'the numbers. Or take another generator, jax.random.key(seed, impl="rbg"); measure both',
+)
+DRAWN_ONCE = Remedy(
+    kind="rewrite",
+    code="mask = jax.ad_checkpoint.checkpoint_name(jax.random.bernoulli(key, rate, x.shape), 'mask')\n"
+    "layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names('mask'))",
+    text="keep the mask for the backward pass, a byte an element: draw it outside of jax.checkpoint, or name it for "
+    "the policy; threefry costs more than reading a byte",
+)
+THREE_PASSES = Remedy(
+    kind="rewrite",
+    code="y = jnp.matmul(x, w, precision=jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3)",
+    text="ask for less: precision=jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 is nearly as exact as float32, in three "
+    "passes of the matrix units; 'default' is TF32, in one",
+)
+SIXTEEN_BITS = Remedy(
+    kind="rewrite",
+    code="y = jnp.matmul(x, w, preferred_element_type=jnp.float32)  # of bfloat16 operands",
+    text="multiply the 16-bit values themselves, with preferred_element_type=jnp.float32: their products are exact, "
+    "and the sums stay float32",
+)
+PATCHES = Remedy(
+    kind="rewrite",
+    code="patches = x.reshape(n, h // p, p, w // p, p, c).swapaxes(2, 3).reshape(n, (h // p) * (w // p), p * p * c)\n"
+    "y = patches @ kernel.reshape(p * p * c, -1)",
+    text="cut the image into patches and multiply, as windows do not overlap: the same sums, at the rate of a matrix "
+    "product",
+)
+MORE_CHANNELS = Remedy(
+    kind="rewrite",
+    text="pad the channels of the input and of the filter with zeros to 4 or 8, once where the data is made, or "
+    "convolve larger patches (space to depth), so that cuDNN's matrix kernels take it",
+)
+LOGSUMEXP = Remedy(
+    kind="rewrite",
+    code="picked = jnp.sum(jax.nn.one_hot(labels, logits.shape[-1]) * logits, -1)\n"
+    "loss = jax.nn.logsumexp(logits, -1) - picked",
+    text="write the loss as jax.nn.logsumexp(logits, -1) less the label's logit: the gradient of log_softmax sums its "
+    "cotangent over each row, here one-hot, although the sum is known",
+)
+LARGER_ITERATIONS = Remedy(
+    kind="rewrite",
+    code="jax.lax.scan(body, state, xs, unroll=4)",
+    text="do more in each iteration: unroll the loop, so that XLA fuses over several steps, and compute before it what "
+    "does not depend on its state (products of the inputs, of all steps at once). One kernel for the whole loop is "
+    "best: of an LSTM cuDNN's, jax.experimental.rnn.lstm",
+)
+FEWER_CALLS = Remedy(
+    kind="rewrite",
+    text="return the value and use it after the step, or call for one step of many (jax.lax.cond around the call); "
+    "leave jax.debug.print and checkify out of what is timed",
+)
