@@ -116,6 +116,11 @@ TAKEN = {
         ["rms_norm"],
     ),
     "norm of a sum": (lambda x, y, s, w: norm(x + y, s) @ w, (X, X, SCALE, W), ["rms_norm"]),
+    "norm of a transposed sum": (
+        lambda x, y, s, w: (norm(jnp.swapaxes(x + y, 0, 1), s) @ w, x + y),
+        (array(64, 64, 1024), array(64, 64, 1024), SCALE, W),
+        ["rms_norm"],
+    ),
     "norm before weights in float32": (
         lambda x, s, w: norm(x, s) @ w.astype(BF16),
         (X, SCALE, array(1024, 8192, dtype=F32)),
