@@ -13,6 +13,7 @@ PATTERNS = {
     "batch_norm": "a normalization over the rows of a batch",
     "cross_entropy": "the maximum, the sum and the logarithm of a row",
     "dropout_residual_norm": "dropout, a residual sum and a normalization of rows",
+    "embedding": "a sum of rows into the rows of a table, at indices",
     "gated_linear": "two products of one input, one activated, multiplied with each other",
     "layer_norm": "a normalization of rows that subtracts their mean",
     "linear": "a product and element-wise work on its result",

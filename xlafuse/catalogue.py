@@ -147,6 +147,14 @@ def _reductions(launch: LaunchRow) -> list[tuple[int, int]]:
     ]
 
 
+def _sums_unsupported(launches: Sequence[LaunchRow]) -> str | None:
+    """Returns why the gradient of `embedding` gains nothing over the scatters of these launches."""
+    scatters = [(launch, each) for launch in launches for each in launch.facts.of("scatter")]
+    updates = [launch.facts.operand(each, len(each.operands) - 1) for launch, each in scatters]
+    wide = any(each is not None and each.shape.element_type not in ("bf16", "f16") for each in updates)
+    return "XLA adds float32 rows atomically, which is as fast" if wide else None
+
+
 def _attention_unsupported(products: Sequence[LaunchRow]) -> str | None:
     """Returns why the kernels can neither make nor read the scores as the products do."""
     known = [product for product in products if factors(product)]
@@ -158,6 +166,7 @@ Check = Callable[[Sequence[LaunchRow]], str | None]
 _CHECKS: dict[str, Check] = {
     "attention": _attention_unsupported,
     "batch_norm": _features_unsupported,
+    "embedding": _sums_unsupported,
     "linear_cross_entropy": _loss_unsupported,
     "lora_linear": lambda launches: None,  # which of its three products is x @ w, the launches do not tell
     "padded_product": lambda launches: None,
@@ -175,6 +184,7 @@ _CALLS = {
     "batch_norm": "y, mean, variance = batch_norm(x, scale, bias)",
     "cross_entropy": "losses = cross_entropy(logits, labels)",
     "dropout_residual_norm": "y, summed = dropout_residual_norm(x, scale, residual=residual, rate=rate, key=key)",
+    "embedding": "rows = embedding(table, ids)",
     "gated_linear": 'y = gated_linear(x, w_gate, w_up, activation="silu")',
     "layer_norm": "y = layer_norm(x, scale, bias)\n"
     "# or of a sum, which it returns too:\n"

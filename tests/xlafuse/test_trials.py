@@ -85,7 +85,7 @@ def test_what_cannot_be_tried_says_why(plain):
         plain,
         {"kernel": "softmax"},
         {"options": (("xla_gpu_no_such_thing", "1"),)},
-        {"kernel": "linear_residual_norm"},
+        {"kernel": "embedding_bag"},
         {},
     )
     missing, unknown, unsought, rewrite = (each.trial for each in _try(asked).missed)
