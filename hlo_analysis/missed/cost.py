@@ -65,7 +65,7 @@ def missed(
     """Makes the record with its times. ends: the launches whose traffic `share` divides by, the producer first."""
     stake, saved_us = int(stake * remedy.portion), {index: time * remedy.portion for index, time in saved_us.items()}
     traffic = sum((launch.bytes_read + launch.bytes_written) * launch.repeat for launch in ends)
-    overhead = remedy.portion * sum(device.launch_overhead_us * launch.repeat for launch in removed)
+    overhead = remedy.portion * sum(overhead_us(launch, device) for launch in removed)
     found = MissedFusion(
         rank=0,
         value=value.name,
@@ -89,6 +89,12 @@ def missed(
     return Candidate(found=found, saved_us=saved_us, removed=gone, slow_us=slow_us, portion=remedy.portion)
 
 
+def overhead_us(launch: LaunchRow, device: Device) -> float:
+    """Returns the microseconds that a launch costs besides its work; in a loop there is no gap to the next."""
+    gap = device.gap_us if launch.repeat > 1 else 0.0
+    return (device.launch_overhead_us - gap) * launch.repeat
+
+
 def memory_us(launch: LaunchRow, byte_count: float, device: Device) -> float:
     """Returns the microseconds that a launch spends on moving so many bytes; 0 where arithmetic or a link bounds it."""
     if launch.limiter in ("compute", "link") or not device.memory_bandwidth:
@@ -104,8 +110,8 @@ def in_order(
     Of a launch no more can be saved than it takes, and its overhead goes once. What remains of a candidate only falls,
     so that the first of the heap that is still worth what it was is the next.
     """
-    overhead = {launch.index: device.launch_overhead_us * launch.repeat for launch in launches}
-    rest = {launch.index: launch.roofline_us * launch.repeat - overhead[launch.index] for launch in launches}
+    overhead = {launch.index: overhead_us(launch, device) for launch in launches}
+    rest = {launch.index: (launch.roofline_us - device.launch_overhead_us) * launch.repeat for launch in launches}
 
     def remains(candidate: Candidate) -> float:
         memory = sum(min(time, max(rest[index], 0.0)) for index, time in candidate.saved_us.items())

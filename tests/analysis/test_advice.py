@@ -104,7 +104,8 @@ def test_no_more_is_at_stake_than_a_program_takes(of_program: Callable[[str], An
     assert sum(missed.remaining_us for missed in analysis.missed) <= analysis.estimated_us
     for missed in analysis.missed:
         assert bool(missed.options) <= ("compiler_options" in missed.code)
-        assert missed.kernel is None or f"import {missed.kernel}\n" in missed.code
+        is_rewrite = missed.kernel in (None, "padded_product")  # which fuse does, and no operation
+        assert is_rewrite or f"import {missed.kernel}\n" in missed.code
 
 
 def test_every_launch_of_a_naive_loop_has_advice(of_program: Callable[[str], Analysis]) -> None:
@@ -117,7 +118,7 @@ def test_every_launch_of_a_naive_loop_has_advice(of_program: Callable[[str], Ana
 
 def test_a_loop_is_worth_what_unrolling_it_by_two_saves(of_program: Callable[[str], Analysis]) -> None:
     counters = [missed for missed in of_program("gru").missed if missed.shape == "s32[]" and missed.remaining_us > 3]
-    half = 128 / 2 * of_program("gru").device.launch_overhead_us
+    half = 128 / 2 * of_program("gru").device.efficiency.kernel_us  # there is no gap between launches of a loop
     assert [missed.remaining_us for missed in counters] == [pytest.approx(half, rel=0.01)] * 2
     assert not named(of_program("gru"), texts.KEPT.text)
 

@@ -24,7 +24,7 @@ def test_json_is_the_analysis(corpus, analyses, capsys):
         (["nothing-there"], "does not exist"),
         (["no.such.module:function"], "no module 'no'"),
         (["math:no_such"], "no_such"),
-        (["math:pi"], "expected a function from PROGRAM math:pi, got a float"),
+        (["math:pi"], "expected a function from PROGRAM math:pi, got float"),
         (["math:sin", "--shape", "q7[8]"], "unknown element type 'q7'"),
         (["math:sin", "--shape", "c128[8]"], "unless JAX_ENABLE_X64=1"),
         (["math:sin", "--shape", "(f32[8])"], "expected --shape as"),
