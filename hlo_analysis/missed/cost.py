@@ -91,8 +91,8 @@ def missed(
 
 def overhead_us(launch: LaunchRow, device: Device) -> float:
     """Returns the microseconds that a launch costs besides its work; in a loop there is no gap to the next."""
-    gap = device.gap_us if launch.repeat > 1 else 0.0
-    return (device.launch_overhead_us - gap) * launch.repeat
+    in_loop = device.efficiency.kernel_us or device.launch_overhead_us
+    return (in_loop if launch.repeat > 1 else device.launch_overhead_us) * launch.repeat
 
 
 def memory_us(launch: LaunchRow, byte_count: float, device: Device) -> float:

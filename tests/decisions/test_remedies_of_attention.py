@@ -9,6 +9,7 @@ from launch_programs import MIB, Program, softmax, text_of
 
 from hlo_analysis.catalogue import PATTERNS, Kernel
 from hlo_analysis.decisions import categories
+from hlo_analysis.hotspots import remedies as hotspots
 from hlo_analysis.records import Value
 from hlo_analysis.remedies import texts
 
@@ -51,7 +52,8 @@ def test_a_kernel_covers_a_pattern_that_there_is() -> None:
 
 
 def test_every_pattern_of_a_remedy_is_known() -> None:
-    found = [found.pattern for found in vars(texts).values() if isinstance(found, texts.Remedy) and found.pattern]
+    remedies = (*vars(texts).values(), *vars(hotspots).values())
+    found = [found.pattern for found in remedies if isinstance(found, texts.Remedy) and found.pattern]
     assert set(found) == set(PATTERNS)
 
 
