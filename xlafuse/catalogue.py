@@ -180,7 +180,7 @@ _CHECKS: dict[str, Check] = {
 }  # fmt: skip
 
 _CALLS = {
-    "attention": "y = attention(query, key, value, is_causal=is_causal)",
+    "attention": "y = attention(query, key, value)  # is_causal=True where a query sees no later key",
     "batch_norm": "y, mean, variance = batch_norm(x, scale, bias)",
     "cross_entropy": "losses = cross_entropy(logits, labels)",
     "dropout_residual_norm": "y, summed = dropout_residual_norm(x, scale, residual=residual, rate=rate, key=key)",

@@ -68,7 +68,7 @@ def filter_channels(call: Instruction, operands: Sequence[Shape]) -> int:
 
 
 def _is_slow(shape: Shape, contracting: Sequence[int]) -> bool:
-    """Whether threads load an operand of a product a few bytes at a time."""
+    """Whether an operand's rows are not aligned for wide loads."""
     if sum(size > 1 for size in shape.dimensions) < 2:
         return False
     width = shape.byte_size // shape.element_count

@@ -190,7 +190,7 @@ def _poor_convolutions(launch: LaunchRow, launches: Launches, device: Device) ->
 
 
 def _one_hot_sums(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
-    """A sum over an array that compares an index with all places, and reads hardly anything."""
+    """A reduction of a one-hot array that the launch makes itself: arithmetic, no traffic."""
     reduced = [launch.facts.operand(found, 0) for found in launch.facts.of("reduce")]
     most = max((each.shape.element_count for each in reduced if each), default=0)
     compares = [each for each in launch.facts.of("compare") if each.attributes.get("direction") == "EQ"]
@@ -262,7 +262,7 @@ RULES: tuple[Callable[[LaunchRow, Launches, Device], Cause | None], ...] = (
     _small_iterations,
     _few_blocks,
 )
-"""In order of how sure each makes of the cause."""
+"""The most specific first."""
 
 
 def kind_of_work(launch: LaunchRow) -> Cause:

@@ -76,7 +76,7 @@ class Efficiency:
     issued_per_clock: float = 0.0
     """Instructions that the warps of a multiprocessor issue in a clock when there are many; 0 if not known."""
     clocks_per_instruction: float = 0.0
-    """Clocks between two instructions of one warp."""
+    """Clock cycles from one instruction of a warp to its next."""
     blocks_per_clock: float = 0.0
     """Blocks that the GPU starts in a clock; 0 if not known."""
     bytes_per_clock: float = 0.0

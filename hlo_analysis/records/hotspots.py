@@ -1,4 +1,4 @@
-"""Defines a hotspot: launches that take longer than they need, for one cause."""
+"""Hotspots: launches that take longer than they need, grouped by cause."""
 
 from __future__ import annotations
 

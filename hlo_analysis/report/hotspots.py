@@ -42,6 +42,6 @@ def launches_text(analysis: Analysis, hotspot: Hotspot) -> str:
 
 
 def heading(analysis: Analysis, found: tuple[Hotspot, ...]) -> str:
-    """Says how much of the time is above what the launches need: '2.9 ms of 10.2 ms are above what launches need'."""
+    """Returns a sentence such as '2.9 ms of 10.2 ms are above what launches need'."""
     above = sum(each.excess_us for each in found)
     return f"{format_us(above)} of {format_us(program_us(analysis))} above what its launches need"

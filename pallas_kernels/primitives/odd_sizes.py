@@ -40,7 +40,7 @@ H100 at a padded size, and at less than half of that without, while copies run a
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """Zeros at the end of a product's operands.
+    """How the operands of a product are padded with zeros.
 
     lhs, rhs: the padded shapes. result: the shape of the product without padding. serves_gradients_only: whether only
     the products of the gradient get faster, as with a table of embeddings, of which the result alone has odd rows.

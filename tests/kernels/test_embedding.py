@@ -68,8 +68,8 @@ def test_runs_of_any_length_and_place(seed, entries, kind):
     "config",
     [
         EmbeddingConfig(section=4, rows=3),
-        EmbeddingConfig(section=8, section_columns=128, row_columns=256, bytes_at_once=1),
-        EmbeddingConfig(rows=2, section_columns=256, row_columns=128),
+        EmbeddingConfig(section=8, columns=128, bytes_at_once=1),
+        EmbeddingConfig(rows=2, columns=256),
     ],
 )
 def test_configurations_agree(seed, config):

@@ -84,7 +84,7 @@ def _rope_spec(heads: tuple[int, int], head_size: int, dtype: str) -> ArgSpec:
 
 
 def row_operations() -> list[OpSpec]:
-    """Returns the operations on rows of any length: all but products, `rope` (heads) and lookups in tables."""
+    """Returns the operations that take rows of any length."""
     others = ("rope", "embedding", "embedding_bag")
     return [op for op in REGISTRY.values() if op.name not in others and op.flops is None]
 

@@ -9,7 +9,7 @@ from xlafuse.fusion.terms import ELEMENTWISE
 
 _BITS = ("random_bits", "threefry2x32")
 _OF_MASKS = ELEMENTWISE | LAYOUTS | {"mul", "div", "sub", "add", "shift_right_logical", "bitcast_convert_type"}
-"""Primitives between random bits and a mask."""
+"""Primitives that turn random bits into a mask."""
 _REACH = 40
 
 

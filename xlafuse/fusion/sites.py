@@ -125,7 +125,7 @@ _JOINED = {"linear", "rms_norm", "layer_norm", "cross_entropy"}
 
 
 OF_GRADIENTS = ("embedding",)
-"""Operations of which only the gradient is another program than XLA's."""
+"""Operations whose forward pass is XLA's, and whose gradient is not."""
 
 
 def operations() -> frozenset[str]:

@@ -16,27 +16,24 @@ class EmbeddingConfig:
     """How the two kernels split their work.
 
     section: entries of the sorted list that one block adds up, at most.
-    section_columns, row_columns: the most columns of a block, in the launch for sections and in the one for rows.
+    columns: the most columns of a block.
     rows: rows of the table that a block writes.
     bytes_at_once: bytes that a block has in flight.
     """
 
     section: int = 32
-    section_columns: int = 1024
-    row_columns: int = 1024
+    columns: int = 1024
     rows: int = 1
     bytes_at_once: int = 32768
 
 
-_FEW_ROWS = 512
-"""With so few rows in the table, narrow blocks share the sections of a long run."""
 _MANY_ROWS = 8192
 """From so many on, a block writes several: a GPU starts only 1.6 blocks a nanosecond."""
 
 
 def default_config(rows: int) -> EmbeddingConfig:
     """Returns the configuration for a table of so many rows."""
-    return EmbeddingConfig(row_columns=256 if rows <= _FEW_ROWS else 1024, rows=4 if rows >= _MANY_ROWS else 1)
+    return EmbeddingConfig(rows=4 if rows >= _MANY_ROWS else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +81,7 @@ def is_product(rows: int, itemsize: int) -> bool:
 
 
 def is_preferred(entries: int, table: tuple[int, ...], itemsize: int) -> bool:
-    """Returns whether the gradient is likely faster than XLA's scatter-add.
+    """Returns whether to compute the gradient by the kernels or a product, in place of XLA's scatter-add.
 
     XLA adds float32 by atomics that never try again. Only equal indices slow them down, which few rows must have.
 

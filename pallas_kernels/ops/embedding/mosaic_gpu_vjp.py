@@ -1,4 +1,4 @@
-"""The gradient of an embedding's table on Mosaic GPU: sums of rows by index, in a fixed order and without atomics.
+"""The gradient of an embedding table on Mosaic GPU: adds up the rows of equal index, deterministically.
 
 The indices are sorted, so that the rows of one sum are a run of the sorted list. A run has any length: all indices may
 be equal. So the list is cut into sections. A first launch adds up, section by section, the runs that cross from one
@@ -79,7 +79,7 @@ def _section_sums(
     Only of runs that cross into another section; the sum of a run that is both comes first. The others are not written.
     """
     (entries, features), rows = dy.shape, bounds.size // 2
-    strips = Strips.make(features, dy.dtype.itemsize, config.section_columns)
+    strips = Strips.make(features, dy.dtype.itemsize, config.columns)
     pieces = 2 * pl.cdiv(entries, config.section)
     add_rows = functools.partial(_add_rows, strips, config.bytes_at_once)
 
@@ -118,7 +118,7 @@ def _row_sums(
 ) -> jax.Array:
     """Returns the table's gradient: each row is the sum of its run, or zero. pieces: of `_section_sums`."""
     features, rows = dy.shape[1], bounds.size // 2
-    strips = Strips.make(features, dy.dtype.itemsize, config.row_columns)
+    strips = Strips.make(features, dy.dtype.itemsize, config.columns)
     add_rows = functools.partial(_add_rows, strips, config.bytes_at_once)
 
     def embedding_row_sums(dy_ref, order_ref, bounds_ref, pieces_ref, table_ref):

@@ -1,4 +1,4 @@
-"""Embedding rows in plain `jax.numpy`: the definition, and the implementation `"xla"`."""
+"""The embedding lookup in `jax.numpy`: the definition, and the implementation `"xla"`."""
 
 from __future__ import annotations
 

@@ -18,13 +18,14 @@ def _call(
     *ids: int,
     dtype: str = "bfloat16",
     mode: str = "fill",
+    distinct: int | None = None,
     tags: str = "test",
 ) -> ArgSpec:
-    """Makes the spec of a call. ids: their shape."""
-    name = call_name(ids, f"{rows}x{features}", dtype, mode != "fill" and mode)
+    """Makes the spec of a call. ids: their shape. distinct: how many rows they name, if not all."""
+    name = call_name(ids, f"{rows}x{features}", dtype, mode != "fill" and mode, distinct and f"{distinct}_distinct")
     arguments = {
         "table": ArraySpec(shape=(rows, features), dtype=dtype),
-        "ids": ArraySpec(shape=ids, dtype="int32", fill="integers", maximum=rows),
+        "ids": ArraySpec(shape=ids, dtype="int32", fill="integers", maximum=distinct or rows),
         "mode": mode,
     }
     return arg_spec(name, arguments, tags)
@@ -63,6 +64,8 @@ EMBEDDING = OpSpec(
         _call(300, 4095, 2000, dtype="float32", tags="gpu"),
         _call(30522, 768, 64, 512, dtype="float32", tags="gpu bench"),
         _call(2, 1024, 16, 512, tags="gpu bench"),
+        _call(30522, 1024, 16, 512, tags="gpu bench"),
+        _call(30522, 1024, 16, 512, distinct=1, tags="gpu bench"),
         _call(128256, 4096, 2, 8192, tags="gpu bench"),
     ),
     forward_traffic=traffic(read=("rows", "ids"), written=("y",), rows=_row_bytes, y=_row_bytes),
