@@ -26,6 +26,7 @@ from hlo_analysis.hlo.attributes import (
     custom_call_target,
     dot_dimensions,
     integers,
+    product_precision,
     stated_flops,
     window_size,
 )
@@ -122,11 +123,10 @@ def _product(instruction: Instruction, lhs: Shape, result: Shape, contracting: S
 
 def _matrix(instruction: Instruction, element_type: str, count: int) -> Flops:
     """Counts a product on the matrix units, or on the vector units where float32 must stay float32."""
-    precision = instruction.attributes.get("operand_precision", "")
-    algorithm = instruction.attributes.get("algorithm", "")
+    is_exact, algorithm = product_precision(instruction)
     if element_type in ("c64", "c128"):
         count *= 4
-    if element_type == "f32" and ("highest" in precision or algorithm == "dot_f32_f32_f32"):
+    if element_type == "f32" and is_exact:
         return Flops(vector=count)
     match algorithm.split("_"):  # dot_bf16_bf16_f32_x3 and the like: float32 computed by several narrower products
         case ["dot", ("bf16" | "tf32") as operand, _, "f32", *passes]:

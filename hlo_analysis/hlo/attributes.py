@@ -47,6 +47,15 @@ def gemm_config(instruction: Instruction) -> dict[str, Any]:
     return config.get("gemm_backend_config") or {} if isinstance(config, dict) else {}
 
 
+def product_precision(instruction: Instruction) -> tuple[bool, str]:
+    """Returns whether a product must be exact in float32, and its algorithm such as `dot_tf32_tf32_f32_x3`, or ''."""
+    stated = gemm_config(instruction).get("precision_config", {})
+    algorithm = instruction.attributes.get("algorithm", "") or str(stated.get("algorithm", ""))
+    algorithm = algorithm.lower().removeprefix("alg_")
+    precision = f"{instruction.attributes.get('operand_precision', '')} {stated.get('operand_precision', '')}".lower()
+    return "highest" in precision or algorithm == "dot_f32_f32_f32", algorithm
+
+
 def dot_dimensions(instruction: Instruction) -> DotDimensions | None:
     """Returns the dimension numbers of a dot or of a cuBLAS call; None for anything else."""
     if instruction.opcode in ("dot", "scaled-dot"):

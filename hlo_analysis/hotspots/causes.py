@@ -10,7 +10,7 @@ from hlo_analysis.costs.flops import Flops
 from hlo_analysis.costs.needed import needed_us
 from hlo_analysis.costs.slow_work import ALIGNED_BYTES, filter_channels, is_transposed
 from hlo_analysis.hlo import Instruction
-from hlo_analysis.hlo.attributes import convolution_labels, integers, window
+from hlo_analysis.hlo.attributes import convolution_labels, integers, product_precision, window
 from hlo_analysis.hotspots import remedies
 from hlo_analysis.patterns.launch_patterns import (
     calls_python,
@@ -106,18 +106,12 @@ def _random_bits(launch: LaunchRow, launches: Launches, device: Device) -> Cause
 
 def _exact_float32(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
     """A product for which the program asks for exact float32."""
-    asked = [each for each in launch.facts.instructions.values() if _is_exact(each)]
+    asked = [each for each in launch.facts.instructions.values() if product_precision(each)[0]]
     if not asked or launch.flops < _LARGE_PRODUCT:
         return None
     needed = needed_us(launch.bytes_read + launch.bytes_written, Flops(matrix=(("f32", 3 * launch.flops),)), device)
     text = "a float32 product of the highest precision, which the matrix units do not compute"
     return Cause(text=text, remedy=remedies.THREE_PASSES, needed_us=needed)
-
-
-def _is_exact(found: Instruction) -> bool:
-    return "highest" in found.attributes.get("operand_precision", "") or (
-        found.attributes.get("algorithm") == "dot_f32_f32_f32"
-    )
 
 
 def _widened_operands(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:

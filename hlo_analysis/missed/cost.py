@@ -102,6 +102,12 @@ def memory_us(launch: LaunchRow, byte_count: float, device: Device) -> float:
     return byte_count / device.memory_bandwidth * 1e6
 
 
+def is_busy(launch: LaunchRow, device: Device) -> bool:
+    """Whether a launch moves its bytes in less time than its instructions take, so that moving fewer saves none."""
+    moved = (launch.bytes_read + launch.bytes_written) / (device.memory_bandwidth or 1) * 1e6
+    return moved < 0.95 * device.efficiency.memory * (launch.estimated_us - device.efficiency.kernel_us)
+
+
 def in_order(
     candidates: Sequence[Candidate], launches: Sequence[LaunchRow], device: Device
 ) -> Iterator[tuple[Candidate, float]]:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.cost import Candidate, memory_us, missed, read_by_each, written
+from hlo_analysis.missed.cost import Candidate, is_busy, memory_us, missed, read_by_each, written
 from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.launch_patterns import elementwise_inputs
 from hlo_analysis.records import Intermediate
@@ -29,12 +29,15 @@ def kept_for_gradients(program: Program) -> Iterator[Candidate]:
         remedy = kept_value_remedy(table, producer, largest.name, program.catalogue)
         if remedy is RECOMPUTED_PAIRS and len(readers) > 1:  # the backward pass then writes it, for them all
             read = dict.fromkeys(indices, 0)
+        saved_us = {end.index: memory_us(end, read.get(end.index, made), device) for end in (producer, *readers)}
+        if remedy is RECOMPUTED_PAIRS and is_busy(producer, device):  # so would be the launches that compute it again
+            saved_us = dict.fromkeys(saved_us, 0.0)
         yield missed(
             largest,
             producer=index,
             consumers=indices,
             stake=made + sum(read.values()),
-            saved_us={end.index: memory_us(end, read.get(end.index, made), device) for end in (producer, *readers)},
+            saved_us=saved_us,
             removed=(),
             device=device,
             ends=[producer, *readers],

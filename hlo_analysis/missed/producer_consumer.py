@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.cost import Candidate, memory_us, missed, read_by_each, updates_in_place, written
+from hlo_analysis.missed.cost import Candidate, is_busy, memory_us, missed, read_by_each, updates_in_place, written
 from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.attention_scores import attention_products
 from hlo_analysis.patterns.launch_patterns import (
@@ -162,7 +162,8 @@ def _saved(
         at_stake, saved_us = _cost(producer, near, stakes, device) if is_inside else _reads(near, stakes, device)
         return at_stake, saved_us | wasted_us(table, near, device.launch_overhead_us), [producer] * is_inside
     if remedy is RECOMPUTED_PAIRS:  # in the backward pass another launch makes it
-        return *_reads(near, stakes, device), []
+        at_stake, saved_us = _reads(near, stakes, device)
+        return at_stake, dict.fromkeys(saved_us, 0.0) if is_busy(producer, device) else saved_us, []
     if remedy is INVARIANT:
         return *_traffic([producer], device), [producer]
     if remedy is LINEAR_PROLOGUE and producer.kind != "copy":

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hlo_analysis.costs.roofline import supported_estimate
 from hlo_analysis.decisions.categories import CATEGORIES
 from hlo_analysis.hotspots.times import launches_of
 from hlo_analysis.records import (
@@ -208,10 +209,15 @@ def _launch(launch: Launch) -> tuple[Any, ...]:
         [_value(value) for value in launch.inputs], [_value(value) for value in launch.outputs],
         launch.bytes_read, launch.bytes_written, launch.host_bytes, launch.flops, launch.unfused_bytes,
         round(launch.roofline_us, 3), launch.limiter, round(launch.estimated_us, 3),
-        _rounded(launch.xla_estimate_us), launch.xla_estimate_model, _rounded(launch.measured_us),
+        _rounded(launch.xla_estimate_us), _xla_model(launch), _rounded(launch.measured_us),
         launch.kernel, launch.registers, launch.spill_bytes,
         launch.occupancy, launch.occupancy_limiter, launch.hlo,
     )  # fmt: skip
+
+
+def _xla_model(launch: Launch) -> str | None:
+    support = supported_estimate(launch.kind, launch.estimated_us, launch.xla_estimate_us)
+    return "; ".join(filter(None, (launch.xla_estimate_model, support))) or None
 
 
 def _decision(decision: Decision) -> tuple[Any, ...]:

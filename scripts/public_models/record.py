@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # the machine with the GPU ne
 PARTS = ("step", "forward", "gradient")
 
 
-def record(name: str, part: str, layers: int, checkouts: Path, output: Path) -> str:
+def record(name: str, part: str, layers: int, timeout: float, checkouts: Path, output: Path) -> str:
     """Compiles, runs and saves a part of a model; returns a line of its times."""
     import jax
     import jax.numpy as jnp
@@ -40,7 +40,7 @@ def record(name: str, part: str, layers: int, checkouts: Path, output: Path) -> 
     fn, outer = whole["part_of"](program, part)
     state = (jax.eval_shape(whole["OPTIMIZER"].init, params),) if part == "step" else ()
     step = jax.jit(outer(fn), donate_argnums=(0, 1) if part == "step" else ())
-    captured = slim(capture(step, params, *state, *program.batch, target="attached", measure=True, timeout=500))
+    captured = slim(capture(step, params, *state, *program.batch, target="attached", measure=True, timeout=timeout))
     captured.save(output / f"{name}-{part}.zip")
     return line(f"{name}/{part}", program.size, analyze(captured))
 
@@ -53,6 +53,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="MODEL/PART", help="default: all parts of all models")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--at-once", type=int, default=6, help="programs that compile side by side")
+    parser.add_argument(
+        "--timeout", type=float, default=500.0, help="seconds for a program: measuring waits for all that compile"
+    )
     parser.add_argument("--seconds", type=float, default=540.0, help="start nothing after this long")
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"  # tracing needs no GPU, and would take memory of the measured program's
@@ -63,7 +66,7 @@ def main() -> int:
     began, failed, waiting = time.perf_counter(), 0, {}
     with ProcessPoolExecutor(options.at_once, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         for each in wanted:
-            work = (*each.split("/"), options.layers, options.checkouts, options.output)
+            work = (*each.split("/"), options.layers, options.timeout, options.checkouts, options.output)
             waiting[pool.submit(record, *work)] = each
         for done in as_completed(waiting):
             if done.cancelled():

@@ -10,14 +10,14 @@ from hlo_analysis import DumpError
 from hlo_analysis.costs.flops import Flops, flops_of
 from hlo_analysis.costs.memory import parse_buffer_assignment
 from hlo_analysis.costs.resources import Resources, read_resources
-from hlo_analysis.costs.roofline import bound, xla_estimate
+from hlo_analysis.costs.roofline import bound, supported_estimate, xla_estimate
 from hlo_analysis.costs.traffic import usage_of
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.hlo.scope import scope_of
 from hlo_analysis.program.dataflow import Dataflow
 from hlo_analysis.program.launch_kinds import kind_of
 from hlo_analysis.program.launch_sites import find_launches
-from hlo_analysis.records import Device, Memory
+from hlo_analysis.records import Device, LaunchKind, Memory
 from hlo_analysis.targets import load_target
 
 DEVICE = Device(
@@ -364,3 +364,19 @@ def test_kernel_resources():
 
 def test_the_name_of_a_pallas_kernel_is_no_scope():
     assert scope_of("jit(block)/block/mlp_norm/rms_norm_residual/mpmd_map") == ("block/mlp_norm", "forward")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours", "xla", "said"),
+    [
+        ("loop", 30.0, 10.0, "support the report's in 95% of the time"),
+        ("transpose", 10.0, 30.0, "support XLA's in 63% of the time"),
+        ("loop", 15.0, 10.0, ""),
+        ("triton_gemm", 30.0, 10.0, ""),
+        ("loop", 30.0, None, ""),
+    ],
+)
+def test_which_estimate_recordings_support(kind: LaunchKind, ours: float, xla: float | None, said: str):
+    support = supported_estimate(kind, ours, xla)
+    assert support.endswith(said)
+    assert bool(said) is bool(support)

@@ -9,7 +9,7 @@ import pytest
 
 from hlo_analysis.costs.coalescing import cache_bytes
 from hlo_analysis.costs.estimate import Work, estimate, longest
-from hlo_analysis.costs.flops import Flops
+from hlo_analysis.costs.flops import Flops, flops_of
 from hlo_analysis.costs.resources import count_instructions
 from hlo_analysis.costs.slow_work import atomic_updates, filter_channels, is_transposed, loads_slowly
 from hlo_analysis.hlo import parse_module
@@ -163,6 +163,22 @@ def test_float32_products_that_sum_over_rows(dtype: str, axes: tuple[int, int], 
     module = parse_module(LIBRARY_PRODUCT % (shape, shape, *axes))
     operands = [module.entry.instructions[name].shape for name in ("x", "w")]
     assert is_transposed(module.entry.root_instruction, operands) is transposed
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ('"operand_precision":["DEFAULT","DEFAULT"]', Flops(matrix=(("f32", 2**28),))),
+        ('"operand_precision":["HIGHEST","HIGHEST"]', Flops(vector=2**28)),
+        ('"algorithm":"ALG_DOT_F32_F32_F32"', Flops(vector=2**28)),
+        ('"algorithm":"ALG_DOT_TF32_TF32_F32_X3"', Flops(matrix=(("f32", 3 * 2**28),))),
+    ],
+)
+def test_a_library_s_product_is_as_exact_as_its_configuration_says(config: str, expected: Flops) -> None:
+    text = LIBRARY_PRODUCT % ("f32[512,512]", "f32[512,512]", 1, 0)
+    text = text.replace('{"dot_dimension', f'{{"precision_config":{{{config}}},"dot_dimension')
+    module = parse_module(text)
+    assert flops_of(module, module.entry, module.entry.root_instruction) == expected
 
 
 CONVOLUTION = """HloModule convolution

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from advised import ADVISED, dropout, product
 from jax import Array
 from launch_programs import DEVICE, Program
 
@@ -33,131 +34,9 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def _struct(dtype: Any, *sizes: int) -> Any:
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-_bf16, _f32, _s32 = (partial(_struct, dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.int32))
-
-
-def lookup_gradient(table: Array, ids: Array, cotangent: Array) -> Array:
-    return jax.vjp(lambda table: table[ids], table)[1](cotangent)[0]
-
-
-def one_hot_gradient(table: Array, ids: Array, cotangent: Array) -> Array:
-    return jax.vjp(lambda table: jax.nn.one_hot(ids, len(table), dtype=table.dtype) @ table, table)[1](cotangent)[0]
-
-
-def product(x: Array, w: Array, precision: Any = None, wide: bool = False) -> Array:
-    return jnp.matmul(x, w, precision=precision, preferred_element_type=jnp.float32 if wide else None)
-
-
-def widened_product(x: Array, w: Array) -> Array:
-    return x.astype(jnp.float32) @ w.astype(jnp.float32)
-
-
-def dropout(seed: Array, x: Array) -> Array:
-    return jax.random.bernoulli(jax.random.wrap_key_data(seed), 0.9, x.shape) * x
-
-
-def dropout_of_bytes(seed: Array, x: Array) -> Array:
-    words = jax.random.bits(jax.random.wrap_key_data(seed), (x.size // 4,), jnp.uint32)
-    return (jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(x.shape) < 230) * x
-
-
-def embedded_patches(images: Array, kernel: Array) -> Array:
-    numbers = ("NHWC", "HWIO", "NHWC")
-    return jax.lax.conv_general_dilated(images, kernel, (16, 16), "VALID", dimension_numbers=numbers)
-
-
-def multiplied_patches(x: Array, kernel: Array) -> Array:
-    (n, h, w, c), p = x.shape, 16
-    patches = x.reshape(n, h // p, p, w // p, p, c).swapaxes(2, 3).reshape(n, (h // p) * (w // p), p * p * c)
-    return patches @ kernel.reshape(p * p * c, -1)
-
-
-def depthwise(x: Array, kernel: Array) -> Array:
-    numbers = ("NHC", "HIO", "NHC")
-    return jax.lax.conv_general_dilated(
-        x, kernel, (1,), "VALID", dimension_numbers=numbers, feature_group_count=x.shape[-1]
-    )
-
-
-def shifted_sum(x: Array, kernel: Array) -> Array:
-    return sum(x[:, tap : tap + x.shape[1] - 3] * kernel[tap, 0] for tap in range(4))  # pyright: ignore[reportReturnType]
-
-
-def loss_gradient(x: Array, w: Array, labels: Array, *, is_picked_of: Callable[[Array], Array]) -> Array:
-    def loss(w: Array) -> Array:
-        logits = x @ w
-        scores = is_picked_of(logits)
-        picked = jnp.sum(jax.nn.one_hot(labels, w.shape[1]) * scores, -1)
-        normalizer = jax.nn.logsumexp(logits, -1) if scores is logits else 0
-        return jnp.mean(normalizer - picked).astype(jnp.float32)
-
-    return jax.grad(loss)(w)
-
-
-log_softmax_gradient = partial(loss_gradient, is_picked_of=jax.nn.log_softmax)
-logsumexp_gradient = partial(loss_gradient, is_picked_of=lambda logits: logits)
-
-
-def steps(state: Array, xs: Array, unroll: int = 1) -> Array:
-    return jax.lax.scan(lambda state, x: (jnp.tanh(state * x), None), state, xs, unroll=unroll)[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A program with a cause, the same as the advice has it, and words of both."""
-
-    needs: Callable[..., Any]
-    followed: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    cause: str
-    remedy: str
-    least: float
-    """The part of the time above need that following the advice saves at least, by the estimates."""
-
-
-_LOOKUP = (_bf16(2, 1024), _s32(8192), _bf16(8192, 1024))
-_SQUARE = (_f32(4096, 4096), _f32(4096, 4096))
-_LOGITS = (_bf16(4096, 512), _bf16(512, 32768), _s32(4096))
-
-CASES: Mapping[str, Case] = {
-    "a lookup of two rows": Case(
-        needs=lookup_gradient, followed=one_hot_gradient, arguments=_LOOKUP,
-        cause="A scatter adds 8192 rows into 2", remedy="one_hot", least=0.02,
-    ),
-    "exact float32": Case(
-        needs=partial(product, precision="highest"),
-        followed=partial(product, precision=jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3), arguments=_SQUARE,
-        cause="A float32 product of the highest precision", remedy="TF32_TF32_F32_X3", least=0.8,
-    ),
-    "widened operands": Case(
-        needs=widened_product, followed=partial(product, wide=True), arguments=(_bf16(4096, 4096), _bf16(4096, 4096)),
-        cause="A float32 product of bf16 values", remedy="preferred_element_type", least=0.8,
-    ),
-    "dropout": Case(
-        needs=dropout, followed=dropout_of_bytes, arguments=(_struct(jnp.uint32, 2), _bf16(8192, 4096)),
-        cause="Random numbers by threefry", remedy="four of each random word", least=0.5,
-    ),
-    "patches of three channels": Case(
-        needs=embedded_patches, followed=multiplied_patches, arguments=(_bf16(64, 224, 224, 3), _bf16(16, 16, 3, 1024)),
-        cause="A convolution of 3 channels", remedy="patches", least=0.8,
-    ),
-    "a depthwise convolution": Case(
-        needs=depthwise, followed=shifted_sum, arguments=(_f32(4, 2051, 2048), _f32(4, 1, 2048)),
-        cause="A convolution of each channel alone", remedy="shifted products", least=0.8,
-    ),
-    "a one-hot gradient": Case(
-        needs=log_softmax_gradient, followed=logsumexp_gradient, arguments=_LOGITS,
-        cause="The rows of a one-hot array of 4096 × 32768", remedy="logsumexp", least=0.8,
-    ),
-    "a loop of small steps": Case(
-        needs=steps, followed=partial(steps, unroll=8), arguments=(_f32(64, 64), _f32(256, 64, 64)),
-        cause="A loop of 256 iterations", remedy="unroll", least=0.5,
-    ),
-}  # fmt: skip
+_bf16, _f32, _s32 = (
+    lambda *sizes, dtype=dtype: jax.ShapeDtypeStruct(sizes, dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.int32)
+)
 
 
 @cache
@@ -170,14 +49,14 @@ def _of(analysis: Analysis, cause: str) -> Hotspot | None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ADVISED)
 def test_what_is_advised_takes_the_cause_away(name: str) -> None:
-    case = CASES[name]
-    before, after = (_analysis(function, case.arguments) for function in (case.needs, case.followed))
+    case = ADVISED[name]
+    before, after = (_analysis(function, case.sizes[0]) for function in (case.needs, case.followed))
     found = _of(before, case.cause)
     assert found is not None
     assert case.remedy in found.remedy
-    assert (found.source or "").startswith("test_hotspots.py:")
+    assert (found.source or "").startswith("advised.py:")
     assert before.estimated_us - after.estimated_us >= case.least * found.excess_us
     same = _of(after, case.cause)
     assert same is None or same.excess_us < 0.6 * found.excess_us
@@ -201,7 +80,7 @@ def test_a_mask_made_again_for_the_gradient_is_told_apart() -> None:
     def loss(w: Array, x: Array, seed: Array) -> Array:
         return (jax.checkpoint(layer)(w, x, seed).astype(jnp.float32) ** 2).sum()
 
-    analysis = _analysis(jax.grad(loss), (_bf16(512, 2048), _bf16(8192, 512), _struct(jnp.uint32, 2)))
+    analysis = _analysis(jax.grad(loss), (_bf16(512, 2048), _bf16(8192, 512), jax.ShapeDtypeStruct((2,), jnp.uint32)))
     again, once = (
         _of(analysis, f"Random numbers by threefry, about 100 integer operations each{more}")
         for more in (", made again", "")
@@ -220,7 +99,7 @@ def test_programs_that_look_alike_are_not_told() -> None:
         return table.at[ids].set(rows)
 
     lookup = (_bf16(2, 1024), _s32(2), _bf16(2, 1024))
-    for function, arguments in ((unique, lookup), (assigned, lookup), (product, _SQUARE)):
+    for function, arguments in ((unique, lookup), (assigned, lookup), (product, (_f32(4096, 4096), _f32(4096, 4096)))):
         found = [each.cause for each in listed(_analysis(function, arguments)) if not each.missed]
         assert found == [], function
 
