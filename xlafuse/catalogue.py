@@ -230,7 +230,7 @@ def catalogue_of(findings: Sequence[Finding] | None) -> Catalogue:
     """
     if findings is None:
         return KERNELS
-    from xlafuse.fusion.sites import operations
+    from xlafuse.fusion.spellings import operations
 
     sought = operations()
     taken = dict.fromkeys(each.operation for each in findings if each.outcome == "taken")
@@ -262,7 +262,7 @@ class _Facts:
             return f"fuse does not call {self.name} here"
         near = self._near(lines, self.name)
         if near is None:
-            from xlafuse.fusion.sites import PARTS
+            from xlafuse.fusion.spellings import PARTS
 
             parts = (self._near(lines, part) for part in PARTS.get(self.name, ()))
             near = next((part for part in parts if part is not None and part.outcome == "refused"), None)

@@ -43,7 +43,7 @@ def find(fn: Callable[..., Any], shapes: Sequence[Any], target: Target) -> tuple
     """
     from xlafuse.fusion.api import is_differentiated
     from xlafuse.fusion.plan import make_plan
-    from xlafuse.fusion.sites import spellings
+    from xlafuse.fusion.spellings import spellings
 
     leaves, structure = jax.tree.flatten(tuple(shapes))
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
@@ -83,7 +83,7 @@ def traced_for(target: Target) -> contextlib.ExitStack:
 
 
 def _findings(plan: Plan) -> Iterator[Finding]:
-    from xlafuse.fusion.sites import OF_GRADIENTS
+    from xlafuse.fusion.spellings import OF_GRADIENTS
 
     for each in plan.walk():
         for site in each.sites:

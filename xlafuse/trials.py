@@ -103,7 +103,7 @@ class _Change:
 
 def _change(missed: MissedFusion | Hotspot) -> _Change | None:
     """Returns the change that a missed fusion or a hotspot asks for; None if only the program's author can make it."""
-    from xlafuse.fusion.sites import operations
+    from xlafuse.fusion.spellings import operations
 
     if missed.options:
         return _Change(options=missed.options)

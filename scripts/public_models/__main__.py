@@ -39,7 +39,7 @@ from xlafuse.catalogue import KERNELS
 from xlafuse.fusion import Report, fuse
 from xlafuse.fusion.evaluate import evaluate
 from xlafuse.fusion.plan import make_plan
-from xlafuse.fusion.sites import spellings
+from xlafuse.fusion.spellings import spellings
 from xlafuse.numerics import judge
 from xlafuse.regressions import costs_more
 

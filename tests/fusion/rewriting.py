@@ -12,7 +12,7 @@ from jax.core import eval_jaxpr  # pyright: ignore[reportAttributeAccessIssue]
 
 from xlafuse.fusion.evaluate import evaluate
 from xlafuse.fusion.plan import make_plan
-from xlafuse.fusion.sites import spellings
+from xlafuse.fusion.spellings import spellings
 from xlafuse.numerics import judge
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 from rewriting import normal
 
-from xlafuse.fusion.sites_rope import theta_of
+from xlafuse.fusion.spellings.rope import theta_of
 
 BF16 = jnp.bfloat16
 X, W = normal((2, 8, 64), BF16), normal((64, 64), BF16, 1) / 8

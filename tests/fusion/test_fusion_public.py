@@ -13,7 +13,7 @@ from hlo_analysis.targets import load_target
 from xlafuse.fusion import fuse
 from xlafuse.fusion.plan import Plan, make_plan
 from xlafuse.fusion.program import FusedProgram, NothingFusedError
-from xlafuse.fusion.sites import spellings
+from xlafuse.fusion.spellings import spellings
 from xlafuse.models.config import get_preset
 from xlafuse.models.functional import block_function
 

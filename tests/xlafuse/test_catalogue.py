@@ -16,7 +16,7 @@ from hlo_analysis.records import MissedFusion
 from hlo_analysis.targets import load_target
 from xlafuse.catalogue import KERNELS, catalogue_of
 from xlafuse.findings import Finding, find
-from xlafuse.fusion.sites import OTHERS
+from xlafuse.fusion.spellings import OTHERS
 
 
 def test_every_pattern_has_an_operation_of_that_name():

@@ -136,7 +136,7 @@ def find(
         InputError: unknown names, or a function that cannot be traced.
     """
     from xlafuse.fusion.api import ALLOWANCES
-    from xlafuse.fusion.sites import spellings
+    from xlafuse.fusion.spellings import spellings
 
     try:
         sought = spellings(ops, skip)
@@ -312,7 +312,7 @@ def _show(findings: Findings) -> None:
 
     from hlo_analysis.report.formats import plural
     from xlafuse.fusion.report import count_text
-    from xlafuse.fusion.sites import OTHERS
+    from xlafuse.fusion.spellings import OTHERS
 
     console = Console(highlight=False, soft_wrap=True)
 

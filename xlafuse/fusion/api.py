@@ -22,7 +22,8 @@ from pallas_kernels.primitives.partitioned import may_be_partitioned
 from xlafuse.fusion.cache import rewritten
 from xlafuse.fusion.modules import Modules, bound_module
 from xlafuse.fusion.report import Report, make_report
-from xlafuse.fusion.sites import Spelling, spellings
+from xlafuse.fusion.spelling import Spelling
+from xlafuse.fusion.spellings import spellings
 
 ALLOWANCES = ("rounding", "empty_rows")
 _UNSEEN_SHARDINGS = (

@@ -15,7 +15,7 @@ from jax.extend import core as jex
 from xlafuse.fusion.evaluate import evaluate
 from xlafuse.fusion.plan import Plan, make_plan
 from xlafuse.fusion.site import Site
-from xlafuse.fusion.sites import Spelling
+from xlafuse.fusion.spelling import Spelling
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from xlafuse.fusion.odd_sizes import padded_products
 from xlafuse.fusion.reasons import refusals
 from xlafuse.fusion.search import Search
 from xlafuse.fusion.site import Refusal, Site
-from xlafuse.fusion.sites import Spelling
+from xlafuse.fusion.spelling import Spelling
 from xlafuse.fusion.words import noun
 
 

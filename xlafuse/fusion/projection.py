@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xlafuse.fusion.binding import Binding, is_permuted
+from xlafuse.fusion.combination import Combination
 from xlafuse.fusion.graph import Value
 from xlafuse.fusion.prepare import Projection
 from xlafuse.fusion.site import Site
-
-if TYPE_CHECKING:
-    from xlafuse.fusion.combine import Combination
 
 
 def project(combination: Combination, product: Site) -> None:

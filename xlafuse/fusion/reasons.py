@@ -20,7 +20,8 @@ from xlafuse.fusion.match import Difference, Match, other_number
 from xlafuse.fusion.near import MOST_STEPS, computes_wide, nearest
 from xlafuse.fusion.search import TELLING, Attempt, Search, is_computed_by, pieces_of
 from xlafuse.fusion.site import Refusal, Site
-from xlafuse.fusion.sites import OPERATIONS, Spelling
+from xlafuse.fusion.spelling import Spelling
+from xlafuse.fusion.spellings import OPERATIONS
 from xlafuse.fusion.terms import BY_ELEMENT
 from xlafuse.fusion.words import listed, noun
 

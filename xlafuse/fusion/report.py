@@ -8,8 +8,8 @@ from typing import Any
 
 from xlafuse.fusion.plan import Plan
 from xlafuse.fusion.site import Refusal, Site
-from xlafuse.fusion.sites import OF_GRADIENTS
 from xlafuse.fusion.sources import line_of
+from xlafuse.fusion.spellings import OF_GRADIENTS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, build, constan
 from xlafuse.fusion.match import Failure, Match, Matcher, Pattern
 from xlafuse.fusion.near import computes_wide, nearest
 from xlafuse.fusion.site import Refusal, Site
-from xlafuse.fusion.sites import OPERATIONS, Proposal, Spelling
+from xlafuse.fusion.spelling import Proposal, Spelling
+from xlafuse.fusion.spellings import OPERATIONS
 from xlafuse.fusion.terms import primitives_before
 
 TELLING = frozenset((

@@ -17,7 +17,7 @@ from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, behind
 from xlafuse.fusion.odd_sizes import padding_for
 from xlafuse.fusion.prepare import Normed
 from xlafuse.fusion.site import Refusal, Site
-from xlafuse.fusion.sites import OF_GRADIENTS
+from xlafuse.fusion.spellings import OF_GRADIENTS
 from xlafuse.fusion.terms import ELEMENTWISE
 
 _STREAMING = frozenset(("rms_norm", "layer_norm", "softmax", "bias_activation", "gated_activation"))

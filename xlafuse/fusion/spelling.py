@@ -1,12 +1,8 @@
-"""The operations that `fuse` searches a program for, and the ways to write them.
-
-A spelling is a function that means the same as the operation. It is traced, and its jaxpr is the pattern: a new way of
-writing an operation is a new function here, and no matcher.
-"""
+"""A way to write an operation: a function that `fuse` traces to a pattern, and which values it may have computed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,80 +101,3 @@ ACTIVATION_NEEDS = {
     "relu_squared": frozenset(("custom_jvp_call",)),
 }
 """The primitives that tell an activation from others."""
-
-PARTS = {
-    "norm_linear": ("rms_norm", "layer_norm", "linear"),
-    "qkv_projection": ("linear", "rms_norm", "layer_norm", "rotation", "attention"),
-    "linear_residual_norm": ("linear", "rms_norm", "gated_linear"),
-    "linear_cross_entropy": ("linear", "cross_entropy"),
-    "quantized_linear": ("dequantized", "linear"),
-    "rope": ("rotation",),
-    "gated_linear": ("rms_norm", "layer_norm"),
-}
-"""The parts that `combine` makes operations of: other operations, "rotation" and "dequantized"."""
-OPERATIONS = {"rotation": "rope", "dequantized": "quantized_linear"}
-"""The operations that reports name for parts that are none themselves."""
-OTHERS = frozenset(("padded_product",))
-"""What `fuse` also does, and `ops` and `skip` name: see `odd_sizes`."""
-_JOINED = {"linear", "rms_norm", "layer_norm", "cross_entropy"}
-"""Operations that are found also where they are not wanted, as parts of larger ones."""
-
-
-OF_GRADIENTS = ("embedding",)
-"""Operations whose forward pass is XLA's, and whose gradient is not."""
-
-
-def operations() -> frozenset[str]:
-    """Returns the names that `ops` and `skip` may have."""
-    return _names(spellings())
-
-
-def _names(every: Sequence[Spelling]) -> frozenset[str]:
-    return frozenset({spelling.operation for spelling in every} | PARTS.keys() | OTHERS) - OPERATIONS.keys()
-
-
-def spellings(operations: Sequence[str] | None = None, skip: Collection[str] = frozenset()) -> tuple[Spelling, ...]:
-    """Returns the spellings of some operations and their parts, or all; the largest sites first.
-
-    skip: operations that are not wanted, whose parts may be sites of smaller ones.
-
-    Raises:
-        ValueError: no such operation.
-    """
-    from xlafuse.fusion import (
-        sites_attention,
-        sites_batch_norm,
-        sites_embedding,
-        sites_losses,
-        sites_low_rank,
-        sites_products,
-        sites_quantized,
-        sites_rope,
-        sites_rows,
-    )
-
-    every = tuple(
-        spelling
-        for module in (
-            sites_attention,
-            sites_losses,
-            sites_low_rank,
-            sites_products,
-            sites_quantized,
-            sites_rope,
-            sites_batch_norm,
-            sites_embedding,
-            sites_rows,
-        )
-        for spelling in module.SPELLINGS
-    )
-    known = _names(every)
-    for option, names in (("ops", operations or ()), ("skip", skip)):
-        for name in names:
-            if name not in known:
-                among = ", ".join(map(repr, sorted(known)))
-                raise ValueError(f"fuse: no operation {name!r}; {option} are among {among}.")
-    wanted = (known if operations is None else {*operations}) - {*skip}
-    parts = {part for name in wanted for part in PARTS.get(name, ())}
-    needed = (wanted | parts) - ({*skip} - _JOINED)
-    return tuple(spelling for spelling in every if spelling.operation in needed)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from xlafuse.fusion.graph import Value, before
 from xlafuse.fusion.layouts import Ref, element, peel
-from xlafuse.fusion.sites import Proposal, Spelling, wide
-from xlafuse.fusion.sites_rows import HIDDEN, hidden_objection
+from xlafuse.fusion.spelling import Proposal, Spelling, wide
+from xlafuse.fusion.spellings.rows import HIDDEN, hidden_objection
 from xlafuse.fusion.terms import BY_ELEMENT, head
 
 _UNKNOWN = {"scale": 0.3217654321}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
 from xlafuse.fusion.graph import Value
-from xlafuse.fusion.sites import Proposal, Spelling, is_rows, wide
+from xlafuse.fusion.spelling import Proposal, Spelling, is_rows, wide
 
 
 def _batches(value: Value) -> Iterator[Proposal]:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
 from xlafuse.fusion.graph import Equation, Value
-from xlafuse.fusion.sites import Proposal, Spelling, is_narrow
-from xlafuse.fusion.sites_products import layouts, product_before, products_before
+from xlafuse.fusion.spelling import Proposal, Spelling, is_narrow
+from xlafuse.fusion.spellings.products import layouts, product_before, products_before
 
 
 def _depth(equation: Equation) -> int:

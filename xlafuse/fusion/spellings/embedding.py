@@ -15,7 +15,7 @@ from pallas_kernels.ops.embedding.config import is_preferred
 from pallas_kernels.ops.embedding.reference import gather_rows
 from pallas_kernels.primitives.rows import LANES
 from xlafuse.fusion.graph import Equation, Value, behind, constant
-from xlafuse.fusion.sites import Proposal, Spelling, same_order
+from xlafuse.fusion.spelling import Proposal, Spelling, same_order
 
 _MODES = {"FILL_OR_DROP": "fill", "CLIP": "clip", "PROMISE_IN_BOUNDS": "promise_in_bounds"}
 

@@ -17,7 +17,7 @@ from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 from pallas_kernels.primitives.activations import ACTIVATIONS
 from xlafuse.fusion.graph import Value, before
-from xlafuse.fusion.sites import ACTIVATION_NEEDS, Proposal, Spelling, is_narrow, is_rows, same_order, wide
+from xlafuse.fusion.spelling import ACTIVATION_NEEDS, Proposal, Spelling, is_narrow, is_rows, same_order, wide
 from xlafuse.fusion.terms import BY_ELEMENT
 
 _EPSILON = {"epsilon": 0.0123454321}

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from xlafuse.fusion.graph import LAYOUTS, Value, before
-from xlafuse.fusion.sites import Proposal, Spelling
+from xlafuse.fusion.spelling import Proposal, Spelling
 from xlafuse.fusion.terms import ELEMENTWISE
 
 _NO_LABEL = -(2**31)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ops.quantized_linear.weight import GROUP_SIZES
 from xlafuse.fusion.graph import Value
-from xlafuse.fusion.sites import Proposal, Spelling, is_narrow
+from xlafuse.fusion.spelling import Proposal, Spelling, is_narrow
 
 
 def _dequantized(

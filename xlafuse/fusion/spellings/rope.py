@@ -14,7 +14,7 @@ import numpy as np
 from xlafuse.fusion.graph import Value
 from xlafuse.fusion.indices import Index
 from xlafuse.fusion.layouts import Ref, element, operand, peel
-from xlafuse.fusion.sites import Proposal, Spelling, is_narrow, wide
+from xlafuse.fusion.spelling import Proposal, Spelling, is_narrow, wide
 from xlafuse.fusion.terms import primitives_before
 
 _ANGLES = {"product": ("mul",), "quotient": ("div",), "contraction": ("outer",), "mixed contraction": ("outer",)}

@@ -15,7 +15,7 @@ from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.primitives.activations import ACTIVATIONS
 from xlafuse.fusion.graph import LAYOUTS, Equation, Value, before
-from xlafuse.fusion.sites import ACTIVATION_NEEDS, Proposal, Spelling, is_narrow
+from xlafuse.fusion.spelling import ACTIVATION_NEEDS, Proposal, Spelling, is_narrow
 from xlafuse.fusion.terms import ELEMENTWISE
 
 _THROUGH = ELEMENTWISE | LAYOUTS | {"add", "sub", "mul", "square", "integer_pow", "custom_jvp_call"}
