@@ -46,14 +46,14 @@ _ELEMENT_WISE = frozenset({"loop", "transpose", "triton", "reduction"})
 _SMALLEST_INPUT = 8
 """A launch that writes more than this many times what it reads, as zeros to add to, has no work to fuse."""
 
-_BACKWARD = "the backward pass, another loop or a library reads it"
+_ELSEWHERE = "the backward pass, another loop or a library reads it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stake:
     value: Intermediate
-    kept_for: str
-    """Why the value must be written even if its readers did not read it; '' where nothing speaks for it."""
+    also_needed_by: str
+    """Who else needs the value in memory, so that it must be written all the same; '' if nobody does."""
     written: int
     """Bytes, in one run of the program."""
     read: Mapping[int, int]
@@ -126,7 +126,7 @@ def _stakes(program: Program) -> Mapping[tuple[int, tuple[int, ...]], list[_Stak
             most = written(value, producer)
             stake = _Stake(
                 value=value,
-                kept_for=_kept_for(value, producer, near, len(readers), program.outputs),
+                also_needed_by=_also_needed_by(value, producer, near, len(readers), program.outputs),
                 written=most,
                 # A reader of the whole buffer that was updated in place would read the rest of it anyway.
                 read={index: min(read, most) for index, read in read_by_each(value, launches).items()},
@@ -188,7 +188,7 @@ def _saved(
 
 
 def _unkept(stake: _Stake) -> _Stake:
-    return replace(stake, kept_for="") if stake.kept_for == _BACKWARD else stake
+    return replace(stake, also_needed_by="") if stake.also_needed_by == _ELSEWHERE else stake
 
 
 def _cost(
@@ -198,7 +198,7 @@ def _cost(
 
     part: which part of the written bytes need not be written, if nothing else needs them.
     """
-    unwritten = int(part * sum(stake.written for stake in stakes if not stake.kept_for))
+    unwritten = int(part * sum(stake.written for stake in stakes if not stake.also_needed_by))
     if producer.kind == "copy" and unwritten:  # its readers read what was copied in its place
         at_stake = unwritten + producer.bytes_read * producer.repeat
         return at_stake, {producer.index: memory_us(producer, at_stake, device)}
@@ -251,7 +251,7 @@ class _Reasons:
         category = decision.category if decision else categories.UNRECORDED
         if readers == (producer,):
             reason, category = "[a loop's launch hands it to its next run]", categories.BOUNDARY
-        if kept := dict.fromkeys(stake.kept_for for stake in stakes if stake.kept_for):
+        if kept := dict.fromkeys(stake.also_needed_by for stake in stakes if stake.also_needed_by):
             reason += f" [written in any case: {', '.join(kept)}]"
         return reason, category
 
@@ -339,9 +339,10 @@ def _is_one_a_row(producer: LaunchRow, update: LaunchRow) -> bool:
     return fills(producer) and few and has(update, "scatter") and has(update, "iota")
 
 
-def _kept_for(
+def _also_needed_by(
     value: Intermediate, producer: LaunchRow, near: Sequence[LaunchRow], readers: int, outputs: frozenset[str]
 ) -> str:
+    """Says who needs a value in memory besides the readers that could join its producer; '' if nobody does."""
     if producer.repeat > 1 and producer.bytes_written >= value.bytes:  # only a loop's last run leaves it to others
         return ""
     if value.name in outputs:
@@ -349,7 +350,7 @@ def _kept_for(
     if producer.kind == "copy":  # what it copies is there already
         return ""
     if len(near) < readers:
-        return _BACKWARD
+        return _ELSEWHERE
     return "its reader updates it in place" if any(updates_in_place(reader, value) for reader in near) else ""
 
 

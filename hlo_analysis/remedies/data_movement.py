@@ -51,7 +51,7 @@ def of_places(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *
     if strides_by_two(producer) and any(map(strides_by_two, (*readers, *table.producers(producer)))):
         return texts.SCAN
     if is_projected:
-        return texts.AS_PROJECTED
+        return texts.UNTRANSPOSED_ATTENTION
     stacks = [reader for reader in readers if _stacks(table, reader)]
     if stacks and len(stacks) == len(readers):
         return _of_stacks(table, producer, stacks)

@@ -109,7 +109,7 @@ def _after_product(table: Table, product: LaunchRow, readers: Sequence[LaunchRow
     if 2 * sum(has(reader, "scatter") for reader in readers) >= len(readers):
         return texts.SCATTERED
     if any(gathers(reader, product) for reader in readers):
-        return texts.TAKEN
+        return texts.GATHERED_PRODUCT
     if any(normalizes_sum(product, reader) for reader in readers):
         return texts.RESIDUAL_NORM
     if any(has(reader, "reduce") and reader.kind in ("reduction", "triton") for reader in readers):
@@ -124,7 +124,7 @@ def _reduced(table: Table, product: LaunchRow, readers: Sequence[LaunchRow]) -> 
     rows = rows_remedy(table, table.with_sums(readers, readers))
     if rows is texts.RMS_NORM and product.phase == "forward" and any(has(reader, "add") for reader in readers):
         return texts.RESIDUAL_NORM
-    return rows if rows in (texts.RMS_NORM, texts.LAYER_NORM) and len(readers) > 1 else texts.REDUCED
+    return rows if rows in (texts.RMS_NORM, texts.LAYER_NORM) and len(readers) > 1 else texts.REDUCED_PRODUCT
 
 
 def summed_in_a_loop(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:

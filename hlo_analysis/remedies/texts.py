@@ -81,7 +81,7 @@ ATTENTION_CAST = Remedy(
     code="half = [x.astype(jnp.bfloat16) for x in (query, key, value)]\n"
     'out = jax.nn.dot_product_attention(*half, implementation="cudnn").astype(query.dtype)',
 )
-AS_PROJECTED = Remedy(
+UNTRANSPOSED_ATTENTION = Remedy(
     kind="kernel",
     pattern="attention",
     text="a kernel that takes query, key and value as their projections write them (batch, length, heads, size), and "
@@ -119,7 +119,7 @@ CHECKPOINTED = Remedy(
 EPILOGUE = Remedy(
     kind="kernel", text="a product that does the work after it in its epilogue, before the result is written"
 )
-REDUCED = Remedy(
+REDUCED_PRODUCT = Remedy(
     kind="kernel",
     text="one for the product and what reduces it, as attention is: each block of the result is reduced on the "
     "chip, and written only if something else reads it",
@@ -135,7 +135,7 @@ SCATTERED = Remedy(
     text="a product that writes its rows, or adds them, where they belong: its epilogue takes the indices. What other "
     "launches read of it is written as before",
 )
-TAKEN = Remedy(
+GATHERED_PRODUCT = Remedy(
     kind="kernel",
     text="one that makes rows of the product as their indices take them; it pays where few are taken twice",
 )

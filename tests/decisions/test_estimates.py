@@ -129,7 +129,7 @@ def test_what_an_attentions_kernel_writes_is_not_transposed() -> None:
     program.launch("o", {"p": 100, "v": 2}, 2, **DOT).launch("t", {"o": 2}, 2, "transpose", opcodes=("transpose",))
     program.launch("y", {"t": 2, "w": 1}, 2, **DOT)
     remedies = {missed.value: missed.remedy for missed in program.rank(shapes)}
-    assert remedies["o"] == remedies["t"] == text_of(texts.AS_PROJECTED)
+    assert remedies["o"] == remedies["t"] == text_of(texts.UNTRANSPOSED_ATTENTION)
 
 
 def test_a_softmaxs_kernel_keeps_no_exponentials_for_its_gradient() -> None:

@@ -230,7 +230,7 @@ def test_what_is_reduced_of_a_product_is_no_epilogue() -> None:
     """The nearest of a codebook; parts of a split sum are told before."""
     program = Program().launch("d", {"x": 10, "c": 10}, 100, "triton_gemm", opcodes=("dot",))
     (missed,) = program.launch("i", {"d": 100}, 1, "reduction", opcodes=("subtract", "reduce")).rank()
-    assert missed.remedy == text_of(texts.REDUCED)
+    assert missed.remedy == text_of(texts.REDUCED_PRODUCT)
 
 
 @pytest.mark.parametrize("kind", ["sort", None])
@@ -242,7 +242,7 @@ def test_logits_of_which_the_largest_are_taken_or_that_are_returned_are_of_no_lo
     if kind:
         program.launch("t", {"p": 100}, 1, kind, opcodes=("custom-call",))
     missed = next(found for found in program.rank() if found.value == "l")
-    assert missed.remedy == text_of(texts.REDUCED)
+    assert missed.remedy == text_of(texts.REDUCED_PRODUCT)
 
 
 def test_the_state_of_a_loop_is_copied_for_who_reads_the_old_one() -> None:
@@ -293,7 +293,7 @@ def test_rows_of_another_array_are_not_taken_of_the_product(rows: str, is_taken:
     program = Program().launch("d", {"x": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",))
     hlo = f"%g = f32[8] gather({rows}, %indices)\n%e = f32[8] add(%g, %d)"
     (missed,) = program.launch("e", {"d": 100, "other": 100}, 100, opcodes=("gather", "add"), hlo=hlo).rank()
-    assert (missed.remedy == text_of(texts.TAKEN)) == is_taken
+    assert (missed.remedy == text_of(texts.GATHERED_PRODUCT)) == is_taken
 
 
 def test_where_no_kernel_serves_the_text_says_why() -> None:
@@ -319,7 +319,7 @@ def test_a_loss_whose_product_no_kernel_takes_has_the_kernel_of_the_loss_alone()
 def test_rows_of_a_product_that_are_taken_by_index_are_no_epilogue() -> None:
     program = Program().launch("d", {"x": 10, "w": 10}, 100, "triton_gemm", opcodes=("dot",))
     (missed,) = program.launch("e", {"d": 100}, 200, "concatenate", opcodes=("gather", "concatenate")).rank()
-    assert missed.remedy == text_of(texts.TAKEN)
+    assert missed.remedy == text_of(texts.GATHERED_PRODUCT)
 
 
 def test_what_attention_adds_up_in_a_loop_stays_in_its_kernel() -> None:
@@ -333,8 +333,8 @@ def test_what_attention_adds_up_in_a_loop_stays_in_its_kernel() -> None:
     ("made", "read", "remedy"),
     [
         (("dot", "add"), ("rsqrt", "reduce", "multiply"), texts.RESIDUAL_NORM),
-        (("dot", "add"), ("rsqrt", "reduce", "subtract"), texts.REDUCED),  # of a LayerNorm
-        (("dot",), ("rsqrt", "reduce", "multiply"), texts.REDUCED),  # no residual
+        (("dot", "add"), ("rsqrt", "reduce", "subtract"), texts.REDUCED_PRODUCT),  # of a LayerNorm
+        (("dot",), ("rsqrt", "reduce", "multiply"), texts.REDUCED_PRODUCT),  # no residual
     ],
 )
 def test_a_products_sum_with_the_residual_leaves_its_mean_squares(made: Any, read: Any, remedy: Any) -> None:
