@@ -166,6 +166,20 @@ def behind(value: Value, primitives: Collection[str] = LAYOUTS, ends: Collection
     return value
 
 
+def needs(value: Value, others: Collection[Value]) -> bool:
+    """Returns whether a value is one of others, or is computed from one."""
+    first = min((each.equation.index for each in others if each.equation is not None), default=0)
+    pending, seen = [value], set[Value]()
+    while pending:
+        each = pending.pop()
+        if each in others:
+            return True
+        if each not in seen and each.equation is not None and each.equation.index >= first:
+            seen.add(each)
+            pending += each.equation.inputs
+    return False
+
+
 _MOST_CONSTANTS = 2**22
 """The largest size of an array that `constant` computes."""
 

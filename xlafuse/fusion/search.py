@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import jax
 
 from xlafuse.fusion.binding import Binding, constant_argument, equations_between, is_permuted, is_whole
-from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, build, constant
+from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, build, constant, needs
 from xlafuse.fusion.match import Failure, Match, Matcher, Pattern
 from xlafuse.fusion.near import computes_wide, nearest
+from xlafuse.fusion.repeats import Repeats
 from xlafuse.fusion.site import Refusal, Site
 from xlafuse.fusion.spelling import Proposal, Spelling
 from xlafuse.fusion.spellings import OPERATIONS
@@ -49,6 +49,8 @@ class Search:
         self.disallowed: list[Refusal] = []
         self.fitting: list[set[Equation]] = []
         self._primitives: dict[Value, frozenset[str]] = {}
+        self._repeats = Repeats(graph)
+        self._found: dict[tuple[Spelling, Value], Site] = {}
         values = [value for equation in graph.equations for value in equation.outputs]
         self._by_root: dict[str, list[Value]] = {}
         for value in values:
@@ -56,16 +58,25 @@ class Search:
 
     def sites(self, spelling: Spelling, outside: frozenset[Equation] = frozenset()) -> Iterator[Site]:
         """Yields all sites of a spelling, whether or not they overlap. outside: equations whose results are none."""
-        for value in self._values(spelling):
-            if not is_computed_by(value, outside):
-                sites = (self._site(spelling, value, proposal) for proposal in spelling.propose(value))
-                yield from itertools.islice(filter(None, sites), 1)
-
-    def _values(self, spelling: Spelling) -> Iterator[Value]:
         for primitive in sorted(spelling.roots):
             for value in self._by_root.get(primitive, ()):
-                if self._has_needs(spelling, value):
-                    yield value
+                if not is_computed_by(value, outside):
+                    found = self._first_site(spelling, value)
+                    if found is not None:
+                        self._found[spelling, value] = found
+                        yield found
+
+    def _first_site(self, spelling: Spelling, value: Value) -> Site | None:
+        """Returns the site of a value; in repeated layers that of the layer searched, moved to it."""
+        if (model := self._repeats.model(value)) is not None:
+            site = self._found.get((spelling, model))
+            moved = None if site is None else self._repeats.moved(site, value)
+            if site is None or moved is not None:
+                return moved
+        if not self._has_needs(spelling, value):
+            return None
+        sites = (self._site(spelling, value, proposal) for proposal in spelling.propose(value))
+        return next(filter(None, sites), None)
 
     def _site(self, spelling: Spelling, value: Value, proposal: Proposal) -> Site | None:
         pattern = _pattern_of(spelling, proposal, value)
@@ -180,7 +191,7 @@ def _make_site(
     arrays = {name: binding for name, binding in arrays.items() if name not in spelling.constants}
     if spelling.changed is not None:
         covered, shared = (own := _dependent(covered, arrays[spelling.changed].value)), covered - own
-    if spelling.operation in ("rms_norm", "layer_norm") and (pair := _summands(arrays["x"])) is not None:
+    if spelling.operation in ("rms_norm", "layer_norm") and (pair := _summands(arrays)) is not None:
         arrays["x"], arrays["residual"], total = pair
         results, orders = (value, total), (proposal.order, ())
         covered |= equations_between(total, (arrays["x"], arrays["residual"]))
@@ -226,12 +237,18 @@ def _narrowest(binding: Binding) -> Binding:
     return replace(binding, value=value)
 
 
-def _summands(x: Binding) -> tuple[Binding, Binding, Value] | None:
-    """Returns the two sides of the sum that a norm is taken of, and the sum; None where `x` is no sum as it is."""
+def _summands(arrays: Mapping[str, Binding]) -> tuple[Binding, Binding, Value] | None:
+    """Returns the two sides of the sum that a norm is taken of, and the sum.
+
+    None where `x` is no sum as it is, and where another argument is computed of it.
+    """
+    x = arrays["x"]
     total = x.value
     if total.primitive != "add" or total.equation is None or x.shape != total.shape or not is_whole(x):
         return None
     if any(value.shape != total.shape or value.literal is not None for value in total.equation.inputs):
+        return None
+    if any(needs(binding.value, {total}) for name, binding in arrays.items() if name != "x"):
         return None
     first, second = (replace(x, value=value) for value in total.equation.inputs)
     return first, second, total
