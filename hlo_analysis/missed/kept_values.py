@@ -12,6 +12,7 @@ from hlo_analysis.patterns.launch_patterns import elementwise_inputs
 from hlo_analysis.records import Intermediate
 from hlo_analysis.remedies import Table, kept_value_remedy
 from hlo_analysis.remedies.recomputed import RECOMPUTED_PAIRS, is_pairwise
+from hlo_analysis.remedies.texts import CHECKPOINTED
 
 
 def kept_for_gradients(program: Program) -> Iterator[Candidate]:
@@ -30,7 +31,7 @@ def kept_for_gradients(program: Program) -> Iterator[Candidate]:
         if remedy is RECOMPUTED_PAIRS and len(readers) > 1:  # the backward pass then writes it, for them all
             read = dict.fromkeys(indices, 0)
         saved_us = {end.index: memory_us(end, read.get(end.index, made), device) for end in (producer, *readers)}
-        if remedy is RECOMPUTED_PAIRS and is_busy(producer, device):  # so would be the launches that compute it again
+        if remedy in (RECOMPUTED_PAIRS, CHECKPOINTED) and is_busy(producer, device):
             saved_us = dict.fromkeys(saved_us, 0.0)
         yield missed(
             largest,
