@@ -216,14 +216,23 @@ def test_shapes_are_named_as_specs_and_as_tables_have_them():
         check_match(["attention"], "=4x4096x4096x32x8x64-bf61")
 
 
-def test_backward_alone_is_the_gradient(spec):
-    op = get_op("rms_norm")
-    case = testing.make_case(op, spec, 3)
-    without = {k: v for k, v in case.arguments.items() if k != "residual"}
-    dx, dscale = op.backward("xla", without, case.cotangents[:1])
-    expected = testing.gradient(testing.Case(op=op, arguments=without, cotangents=case.cotangents[:1]), "xla")
+def test_backward_alone_is_the_gradient():
+    op = get_op("bias_activation")
+    case = testing.make_case(op, op.tagged("test")[0], 3)
+    dx, dbias = op.backward("xla", plain(case.arguments), case.cotangents)
+    expected = testing.gradient(case, "xla")
     assert (dx == expected["gradient of x"]).all()
-    assert (dscale == expected["gradient of scale"]).all()
+    assert (dbias == expected["gradient of bias"]).all()
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "dropout_residual_norm"])
+def test_norms_start_from_the_same_saved_statistics(name):
+    op = get_op(name)
+    case = testing.make_case(op, op.tagged("test")[0], 3)
+    got, expected = (op.backward(each, plain(case.arguments), case.cotangents) for each in ("mosaic", "xla"))
+    assert len(got) == len(expected)
+    check_close(got, expected)
 
 
 def test_close_is_about_norms_and_not_numbers_never_pass():

@@ -25,6 +25,12 @@ def rows(seed, count, features, dtype="float32"):
     return normal(seed, (count, features)).astype(dtype)
 
 
+def statistics_of(x, config=None):
+    statistics = norm_forward(NORM, x, with_statistics=True, config=config)[2]
+    assert statistics is not None
+    return statistics
+
+
 def as_float32(*arrays):
     return tuple(np.asarray(array, np.float32) for array in arrays)
 
@@ -58,7 +64,7 @@ def test_long_rows_in_chunks(seed, features):
     x, residual = rows(seed, 3, features), rows(seed + 2, 3, features)
     scale, bias = 1 + 0.1 * rows(seed + 3, 2, features)
     chunked = ForwardConfig(register_columns=128, chunk=256)
-    y, total = norm_forward(NORM, x, scale=scale, bias=bias, residual=residual, config=chunked)
+    y, total, _ = norm_forward(NORM, x, scale=scale, bias=bias, residual=residual, config=chunked)
     assert total is not None
     np.testing.assert_allclose(total, x + residual)
     np.testing.assert_allclose(y, layer_norm_reference(total, scale, bias), rtol=1e-5, atol=1e-5)
@@ -69,11 +75,11 @@ def test_all_backward_configurations_agree(seed):
     x, dy = rows(seed, 3, 512), rows(seed + 1, 3, 512)
     scale, bias = 1 + 0.1 * rows(seed + 3, 2, 512)
     expected = jax.vjp(layer_norm_reference, x, scale, bias)[1](dy)
-    configs = [BackwardConfig(loads="shared", warpgroups=w, blocks_per_core=1, steps=2) for w in (2, 4)]
-    configs += [BackwardConfig(loads="shared", warpgroups=2, blocks_per_core=1, steps=2, keeps_row=True)]
-    configs += [BackwardConfig(loads="pipeline", blocks_per_core=1, steps=2)]
+    configs = [BackwardConfig(warpgroups=w, blocks_per_core=1, steps=2) for w in (2, 4)]
+    configs += [BackwardConfig(warpgroups=2, blocks_per_core=1, steps=2, keeps_row=True)]
+    configs += [BackwardConfig(blocks_per_core=1, steps=2)]
     for config in configs:
-        got = norm_backward(NORM, x, dy, scale=scale, bias=bias, config=config)
+        got = norm_backward(NORM, x, statistics_of(x), dy, scale=scale, bias=bias, config=config)
         assert got.dscale is not None and got.dbias is not None
         for a, b in zip((got.dtotal, got.dscale, got.dbias), expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"{config} seed={seed}")
@@ -118,7 +124,7 @@ def test_all_forward_configurations_agree(seed, has_residual):
         ForwardConfig(reads_ahead=True),
         ForwardConfig(register_columns=128, chunk=256),
     ):
-        y, got_total = norm_forward(NORM, x, scale=scale, bias=bias, residual=residual, config=config)
+        y, got_total, _ = norm_forward(NORM, x, scale=scale, bias=bias, residual=residual, config=config)
         # One step of bfloat16: sums in another order may round a value the other way.
         np.testing.assert_allclose(*as_float32(y, expected), rtol=2**-7, atol=1e-3, err_msg=f"{config} {seed}")
         assert (got_total is None) == (residual is None)
@@ -127,14 +133,27 @@ def test_all_forward_configurations_agree(seed, has_residual):
 
 
 @pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("count", "features"), [(5, 1027), (300, 200)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_statistics_are_the_reciprocal_deviation_and_the_mean(seed, count, features, dtype):
+    x = (100 + rows(seed, count, features)).astype(dtype)
+    exact = np.asarray(x, np.float64)
+    for config in (None, ForwardConfig(register_columns=128, chunk=256)):
+        inverse, *means = statistics_of(x, config)
+        assert len(means) == (2 if dtype == "float32" else 1)
+        np.testing.assert_allclose(inverse, 1 / np.sqrt(exact.var(1) + 1e-6), rtol=1e-5, err_msg=f"seed={seed}")
+        np.testing.assert_allclose(sum(np.float64(m) for m in means), exact.mean(1), rtol=1e-6, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("keeps_row", [False, True])
-def test_rows_of_16_bits_far_from_their_first_value(seed, keeps_row):
-    """The backward pass takes their first value off 16-bit rows: it may be far from the mean, or all there is."""
+def test_rows_of_16_bits_far_from_their_mean(seed, keeps_row):
+    """One value may be far from all others, or all values may be the same."""
     x = rows(seed, 7, 512)
-    x = x.at[0, 0].set(1e4)  # a shift far from everything else
+    x = x.at[0, 0].set(1e4)  # the first value is far from everything else
     x = x.at[1, 100].set(1e4)
     x = x.at[2].add(300.0)
-    x = x.at[3].set(-7.0)  # nothing but the shift
+    x = x.at[3].set(-7.0)
     x = x.at[4].multiply(1e-3).at[4, 0].set(100.0)
     x, dy = x.astype("bfloat16"), rows(seed + 1, 7, 512, "bfloat16")
     scale, bias = (1 + 0.1 * rows(seed + 3, 2, 512)).astype("bfloat16")
@@ -144,8 +163,8 @@ def test_rows_of_16_bits_far_from_their_first_value(seed, keeps_row):
     normed, weighted = centered * inverse, exact[1] * exact[2]
     products = (normed * weighted).mean(-1, keepdims=True)
     dx = (weighted - weighted.mean(-1, keepdims=True) - normed * products) * inverse
-    config = BackwardConfig(loads="shared", warpgroups=2, blocks_per_core=1, steps=2, keeps_row=keeps_row)
-    got = norm_backward(NORM, x, dy, scale=scale, bias=bias, config=config)
+    config = BackwardConfig(warpgroups=2, blocks_per_core=1, steps=2, keeps_row=keeps_row)
+    got = norm_backward(NORM, x, statistics_of(x), dy, scale=scale, bias=bias, config=config)
     assert got.dscale is not None and got.dbias is not None
     # Within half a step of bfloat16 and what float32 sums lose.
     norm_of_rows = np.abs(dx).max(-1, keepdims=True)

@@ -23,6 +23,12 @@ def rows(seed, count, features, dtype="float32"):
     return normal(seed, (count, features)).astype(dtype)
 
 
+def statistics_of(x):
+    statistics = norm_forward(NORM, x, with_statistics=True)[2]
+    assert statistics is not None
+    return statistics
+
+
 def test_known_values():
     y, total = rms_norm(jnp.array([[1.0, 2.0]]), jnp.array([1.0, 10.0]), residual=jnp.array([[2.0, 2.0]]), epsilon=0.5)
     np.testing.assert_allclose(total, [[3.0, 4.0]])
@@ -85,7 +91,7 @@ def test_long_rows_in_chunks(seed, features, has_residual):
     x, residual = rows(seed, 5, features), rows(seed + 2, 5, features) if has_residual else None
     scale = 1 + 0.1 * rows(seed + 3, 1, features)[0]
     config = ForwardConfig(register_columns=128, chunk=256)
-    y, total = norm_forward(NORM, x, scale=scale, residual=residual, config=config)
+    y, total, _ = norm_forward(NORM, x, scale=scale, residual=residual, config=config)
     total = x if total is None else total
     np.testing.assert_allclose(total, x if residual is None else x + residual)
     np.testing.assert_allclose(y, rms_norm_reference(total, scale), rtol=1e-5, atol=1e-5, err_msg=f"seed={seed}")
@@ -98,12 +104,14 @@ def test_gradients_of_rows_without_a_kernel(seed, dtype):
     x, dy, dtotal = (rows(seed + i, 3, 1027, dtype) for i in range(3))
     scale = 1 + 0.1 * rows(seed + 3, 1, 1027)[0]
     assert BackwardShape(rows=3, features=1027, itemsize=x.dtype.itemsize, streams=3, gain_bytes=4).default() is None
-    got = norm_backward(NORM, x, dy, scale=scale, dtotal=dtotal)
+    got = norm_backward(NORM, x, statistics_of(x), dy, scale=scale, dtotal=dtotal)
     assert got.dscale is not None
     wide = [a.astype("float32") for a in (x, dy, dtotal)]
     dx, dscale = jax.vjp(rms_norm_reference, wide[0], scale)[1](wide[1])
-    np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (got.dtotal, (dx + wide[2]).astype(dtype))))
-    np.testing.assert_allclose(got.dscale, dscale, rtol=1e-6, err_msg=f"seed={seed}")
+    step = jnp.finfo(dtype).eps  # sums in another order may round a value the other way
+    got_dx, expected = (np.asarray(a, np.float32) for a in (got.dtotal, (dx + wide[2]).astype(dtype)))
+    np.testing.assert_allclose(got_dx, expected, rtol=step, atol=1e-6, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(got.dscale, dscale, rtol=1e-5, atol=1e-6, err_msg=f"seed={seed}")
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -112,13 +120,11 @@ def test_all_backward_configurations_agree(seed):
     expected = jax.vjp(rms_norm_reference, x, scale)[1](dy)
     configs = [BackwardConfig(blocks_per_core=1, steps=2)]
     for warpgroups in (1, 2, 4):
-        configs.append(BackwardConfig(loads="shared", warpgroups=warpgroups, blocks_per_core=1, steps=2))
+        configs.append(BackwardConfig(warpgroups=warpgroups, blocks_per_core=1, steps=2))
     for warpgroups, steps in ((1, 4), (2, 2)):
-        configs.append(
-            BackwardConfig(loads="shared", warpgroups=warpgroups, blocks_per_core=1, steps=steps, keeps_row=True)
-        )
+        configs.append(BackwardConfig(warpgroups=warpgroups, blocks_per_core=1, steps=steps, keeps_row=True))
     for config in configs:
-        got = norm_backward(NORM, x, dy, scale=scale, config=config)
+        got = norm_backward(NORM, x, statistics_of(x), dy, scale=scale, config=config)
         for a, b in zip((got.dtotal, got.dscale), expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"{config} seed={seed}")
 
@@ -147,7 +153,7 @@ def test_pipelines_fit_in_shared_memory(features, itemsize):
     for streams in (2, 3):
         for blocks in (1, 2, 3, 6):
             shape = BackwardShape(rows=3, features=features, itemsize=itemsize, streams=streams, gain_bytes=4)
-            config = shape.pipeline(blocks_per_core=blocks)
+            config = shape.ring(warpgroups=1, blocks_per_core=blocks)
             if config is not None:
                 block_bytes = config.steps * streams * features * itemsize + features * 4 + 1024
                 assert config.blocks_per_core * block_bytes <= 228 * 1024

@@ -65,12 +65,13 @@ def interpreted(monkeypatch):
             return self.array.ctypes.data
 
     def triton_call(*operands, kernel, out_type, grid, name, num_warps, num_stages=1, **constants):
-        types_ = out_type if isinstance(out_type, tuple) else (out_type,)
-        inputs = [np.array(operand) for operand in operands]
-        outputs = [np.full(t.shape, np.nan, t.dtype) for t in types_]
-        kernel[grid](*map(Pointer, inputs), *map(Pointer, outputs), **constants)
-        results = tuple(map(jnp.asarray, outputs))
-        return results if isinstance(out_type, tuple) else results[0]
+        def run(*operands):
+            inputs = [np.array(operand) for operand in operands]
+            outputs = [np.full(t.shape, np.nan, t.dtype) for t in jax.tree.leaves(out_type)]
+            kernel[grid](*map(Pointer, inputs), *map(Pointer, outputs), **constants)
+            return jax.tree.unflatten(jax.tree.structure(out_type), outputs)
+
+        return jax.pure_callback(run, out_type, *operands)
 
     jax_triton = types.ModuleType("jax_triton")
     monkeypatch.setattr(jax_triton, "triton_call", triton_call, raising=False)

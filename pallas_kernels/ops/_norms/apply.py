@@ -119,21 +119,24 @@ def apply_norm(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _norm_rows(norm, returns_total, x, scale, bias, residual, words):
-    y, total = norm_forward(norm, x, scale=scale, bias=bias, residual=residual, words=words)
+    y, total, _ = norm_forward(norm, x, scale=scale, bias=bias, residual=residual, words=words)
     return y, x if total is None and returns_total else total
 
 
 def _norm_rows_fwd(norm, returns_total, x, *arguments):
     x = x.value
     scale, bias, residual, words = (None if a is None else a.value for a in arguments)
-    y, total = norm_forward(norm, x, scale=scale, bias=bias, residual=residual, words=words)
+    y, total, statistics = norm_forward(
+        norm, x, scale=scale, bias=bias, residual=residual, words=words, with_statistics=True
+    )
     normed = x if total is None else total
     # Saved values are arrays, or a structure without any: of the residual only whether there is one.
-    return (y, normed if returns_total else total), (normed, scale, bias, words, None if residual is None else ())
+    saved = (normed, statistics, scale, bias, words, None if residual is None else ())
+    return (y, normed if returns_total else total), saved
 
 
 def _norm_rows_bwd(norm, _, saved, cotangents):
-    total, scale, bias, words, residual = saved
+    total, statistics, scale, bias, words, residual = saved
     dy, dtotal = cotangents
     has_residual = residual is not None
     if isinstance(dtotal, SymbolicZero):  # the sum is not used, which saves reading an array
@@ -144,7 +147,7 @@ def _norm_rows_bwd(norm, _, saved, cotangents):
             dscale, dbias = (None if a is None else jnp.zeros_like(a) for a in (scale, bias))
             return dtotal, dscale, dbias, dtotal if has_residual else None, None
         dy = jnp.zeros_like(total)
-    gradients = norm_backward(norm, total, dy, scale=scale, bias=bias, dtotal=dtotal, words=words)
+    gradients = norm_backward(norm, total, statistics, dy, scale=scale, bias=bias, dtotal=dtotal, words=words)
     dx = gradients.dtotal if gradients.dx is None else gradients.dx
     return dx, gradients.dscale, gradients.dbias, gradients.dtotal if has_residual else None, None
 

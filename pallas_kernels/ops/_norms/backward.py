@@ -6,27 +6,23 @@ a row's gradients are
     dx = (w - mean(w) - v * mean(v * w)) * inverse (+ the cotangent of the sum)
     dscale = sum over rows of dy * v,   dbias = sum over rows of dy
 
-(RMSNorm without the mean(w)). The statistics are computed again: x is read anyway, so saved ones would only add bytes.
-Blocks are persistent and keep their column sums in registers; XLA adds the blocks' sums in a fixed order, so results
-repeat bit for bit. Rows that do not fit in registers are differentiated by XLA.
+(RMSNorm without the mean(w)). The forward pass saved mean and inverse. Blocks are persistent and keep their column sums
+in registers; XLA adds the blocks' sums in a fixed order, so results repeat bit for bit. Rows that do not fit in
+registers are differentiated by XLA.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops._norms.backward_pipeline import pipeline_kernel
-from pallas_kernels.ops._norms.backward_shared import shared_row_kernel
-from pallas_kernels.ops._norms.backward_short import short_rows_kernel
+from pallas_kernels.ops._norms.backward_kernel import backward_kernel
 from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape
 from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.ops._norms.operands import BackwardOperands
-from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
-from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 from pallas_kernels.primitives.elementwise import elementwise_kernel
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.rows import short_rows_at_once
@@ -34,8 +30,6 @@ from pallas_kernels.primitives.settings import usual_promotion
 
 _STEPS = 3
 """The fewest steps of a block that takes several rows at once, if all multiprocessors have one."""
-_ROWS_OF_ONE_BLOCK = 2
-"""Up to this many rows, one block (0.6 µs per row) is faster than several and a second kernel for their sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +45,7 @@ class NormGradients:
 def norm_backward(
     norm: Norm,
     total: jax.Array,
+    statistics: jax.Array,
     dy: jax.Array,
     *,
     scale: jax.Array | None = None,
@@ -62,31 +57,27 @@ def norm_backward(
     """Computes the gradients of `norm_forward`.
 
     total (the normalised x, or sum), dy and dtotal (the cotangent of the sum, None for zeros): (rows, features) of one
-    floating dtype, features >= 128. scale, bias: (features,), or None; of the bias only the dtype counts. words: the
-    dropout's key.
+    floating dtype, features >= 128. statistics: of total, from `norm_forward`. scale, bias: (features,), or None; of
+    the bias only the dtype counts. words: the dropout's key.
     """
-    streams = (total, dy) if dtotal is None else (total, dy, dtotal)
-    sums = {name: array.dtype for name, array in (("scale", scale), ("bias", bias)) if array is not None}
     if config is None:
-        config = default_backward(norm, total, len(streams), scale, bias, has_dropout=words is not None)
+        streams = 2 if dtotal is None else 3
+        config = default_backward(norm, total, streams, scale, bias, has_dropout=words is not None)
     if config is None:
-        return _xla_gradients(norm, total, dy, scale=scale, bias=bias, dtotal=dtotal, words=words)
-    blocks = _blocks(total, config, has_sums=bool(sums))
-    operands = BackwardOperands(
-        norm=norm, streams=streams, scale=scale, words=words, sums=sums, blocks=blocks, config=config
-    )
-    kernels = {"shared": shared_row_kernel, "pipeline": pipeline_kernel, "registers": short_rows_kernel}
-    outputs = kernels[config.loads](operands)
-    everything = [array for array in (*streams, scale, bias, words) if array is not None]
-    outputs = {name: varying_like(output, *everything) for name, output in outputs.items()}
-    gradients = {
-        name: _total_of_blocks(outputs, name, i, operands).astype(dtype) for i, (name, dtype) in enumerate(sums.items())
-    }
+        return xla_gradients(norm, total, statistics, dy, scale=scale, bias=bias, dtotal=dtotal, words=words)
+    dtypes = {name: array.dtype for name, array in (("scale", scale), ("bias", bias)) if array is not None}
+    operands = {"total": total, "dy": dy, "dtotal": dtotal, "statistics": statistics, "scale": scale, "words": words}
+    operands = {name: array for name, array in operands.items() if array is not None}
+    blocks = _blocks(total, config, has_sums=bool(dtypes))
+    outputs = backward_kernel(norm, operands, tuple(dtypes), blocks=blocks, config=config)
+    outputs = {name: varying_like(output, *operands.values()) for name, output in outputs.items()}
+    # One array for both kinds of sums, so that XLA adds up both in one launch.
+    sums = {name: jnp.sum(outputs["sums"][:, i], axis=0).astype(dtypes[name]) for i, name in enumerate(dtypes)}
     return NormGradients(
-        dtotal=outputs["dtotal"],
+        dtotal=outputs["dtotal_out"],
         dx=outputs.get("dx"),
-        dscale=gradients.get("scale"),
-        dbias=gradients.get("bias"),
+        dscale=sums.get("scale"),
+        dbias=sums.get("bias"),
     )
 
 
@@ -97,8 +88,6 @@ def _blocks(total: jax.Array, config: BackwardConfig, *, has_sums: bool) -> int:
     at 16384 x 512 39.3, 28.1 and 26.2. Without sums to write there are no turns, in which the last may be nearly empty.
     """
     rows, cores = total.shape[0], target_device().core_count
-    if rows <= _ROWS_OF_ONE_BLOCK:
-        return 1
     if config.loads != "registers":
         return min(rows, cores * config.blocks_per_core)
     steps = -(-rows // short_rows_at_once(total.shape, total.dtype.itemsize))
@@ -129,30 +118,24 @@ def default_backward(
     ).default()
 
 
-def _total_of_blocks(outputs: dict[str, jax.Array], name: str, index: int, operands: BackwardOperands) -> jax.Array:
-    if operands.blocks == 1:
-        return outputs["d" + name][0]
-    # One array for both kinds of sums, so that XLA reduces both in one kernel.
-    return jnp.sum(outputs["sums"][:, index], axis=0)
-
-
 @usual_promotion
-def _xla_gradients(norm: Norm, total, dy, *, scale, bias, dtotal, words) -> NormGradients:
-    """Computes the gradients in plain `jax.numpy`, in float32 up to the results."""
-    affine = {name: array for name, array in (("scale", scale), ("bias", bias)) if array is not None}
-
-    def normalise(total, affine):
-        if norm.centered:
-            return layer_norm_reference(total, **affine, epsilon=norm.epsilon)
-        return rms_norm_reference(total, affine.get("scale", jnp.ones(total.shape[-1:])), epsilon=norm.epsilon)
-
-    wide = jax.tree.map(lambda array: array.astype(jnp.float32), (total, affine))
-    gradient, daffine = jax.vjp(normalise, *wide)[1](dy.astype(jnp.float32))
-    gradient = gradient if dtotal is None else gradient + dtotal
+def xla_gradients(norm: Norm, total, statistics, dy, *, scale, bias, dtotal, words) -> NormGradients:
+    """Computes the gradients of `norm_backward` in plain `jax.numpy`, in float32 up to the results."""
+    inverse, *means = statistics[..., None]
+    normed = functools.reduce(jnp.subtract, means, total.astype(jnp.float32)) * inverse
+    dy = dy.astype(jnp.float32)
+    weighted = dy if scale is None else dy * scale.astype(jnp.float32)
+    gradient = weighted - normed * jnp.mean(weighted * normed, axis=1, keepdims=True)
+    if norm.centered:
+        gradient -= jnp.mean(weighted, axis=1, keepdims=True)
+    gradient = gradient * inverse if dtotal is None else gradient * inverse + dtotal
     gradient = gradient.astype(total.dtype)
-    dx = None if words is None else _dropped(gradient, words, rate=norm.rate)
-    dscale, dbias = (None if a is None else daffine[n].astype(a.dtype) for n, a in (("scale", scale), ("bias", bias)))
-    return NormGradients(dtotal=gradient, dx=dx, dscale=dscale, dbias=dbias)
+    return NormGradients(
+        dtotal=gradient,
+        dx=None if words is None else _dropped(gradient, words, rate=norm.rate),
+        dscale=None if scale is None else jnp.sum(dy * normed, axis=0).astype(scale.dtype),
+        dbias=None if bias is None else jnp.sum(dy, axis=0).astype(bias.dtype),
+    )
 
 
 def _dropped(gradient: jax.Array, words: jax.Array, *, rate: float) -> jax.Array:

@@ -40,15 +40,14 @@ class ForwardConfig:
 class BackwardConfig:
     """How the backward kernel splits its work: persistent blocks, each of which takes every n-th row.
 
-    loads: "registers": a warp reads whole short rows; "shared": TMA brings rows to a ring of `steps` stages in shared
-        memory, and `warpgroups` share each row; "pipeline": the same for one warpgroup and rows that need not
-        divide evenly.
+    loads: "registers": a warp reads whole short rows; "ring": TMA brings rows to a ring of `steps` stages in shared
+        memory, and `warpgroups` share each row. Several need rows that divide evenly.
     blocks_per_core: blocks per streaming multiprocessor. Each writes one row of partial column sums.
-    keeps_row: whether a row stays in registers as float32 between its two passes ("shared" only). Else the second pass
-        reads it again from shared memory, which saves registers: 168 per thread instead of 202 at 4096 bf16 columns.
+    keeps_row: whether a row stays in registers as float32 between its two passes ("ring" only). Else the second pass
+        reads it again from shared memory, which saves registers.
     """
 
-    loads: Literal["registers", "shared", "pipeline"] = "pipeline"
+    loads: Literal["registers", "ring"] = "ring"
     blocks_per_core: int = 3
     warpgroups: int = 1
     steps: int = 3
@@ -75,34 +74,31 @@ class BackwardShape:
     has_dropout: bool = False
     centered: bool = False
 
-    def shared(
+    def ring(
         self, *, warpgroups: int, blocks_per_core: int, keeps_row: bool = False, most_steps: int = 4
     ) -> BackwardConfig | None:
-        """Returns a configuration with a ring of as many rows as fit, up to `most_steps`, shared by several warpgroups.
+        """Returns a configuration with a ring of as many rows as fit, up to `most_steps`.
 
-        Returns None if fewer than 2 rows fit, if the row does not divide over the warpgroups, or if it would spill.
+        Returns None if fewer than 2 rows fit, if the row would spill, or if it does not divide over several warpgroups
+        or into TMA's accesses.
         """
-        if split_warp_row(self.features, self.itemsize, warpgroups=warpgroups) is None:
-            return None
         columns = self.features // (warpgroups * LANES)  # per thread
-        # Four warpgroups have 128 registers per thread: enough for 16 columns with two kinds of sums, or with a mask.
-        most_columns = 16 if warpgroups == 4 and (self.sums > 1 or self.has_dropout) else 32
-        if columns > most_columns or (keeps_row and columns > 16) or warpgroups * blocks_per_core > 12:
+        if warpgroups == 1:
+            is_divisible = self.features * self.itemsize % ACCESS_BYTES == 0
+            fits = self.features * max(1, self.sums) <= LONGEST_WHOLE_ROW
+        else:
+            is_divisible = split_warp_row(self.features, self.itemsize, warpgroups=warpgroups) is not None
+            # Four warpgroups have 128 registers per thread: enough for 16 columns with two kinds of sums, or a mask.
+            fits = columns <= (16 if warpgroups == 4 and (self.sums > 1 or self.has_dropout) else 32)
+        if not (is_divisible and fits) or (keeps_row and columns > 16) or warpgroups * blocks_per_core > 12:
             return None
-        steps = self._steps(blocks_per_core, self.features * self.gain_bytes + 3072, most=most_steps)
+        # Barriers take a page; sums over a single warpgroup take 2 KiB of scratch.
+        others = self.features * self.gain_bytes + (4096 if warpgroups == 1 else 3072)
+        budget = SHARED_MEMORY_BYTES // blocks_per_core - BLOCK_RESERVED_BYTES - others
+        steps = min(most_steps, budget // (self.streams * self.features * self.itemsize))
         if steps < 2:
             return None
-        return BackwardConfig(
-            loads="shared", warpgroups=warpgroups, blocks_per_core=blocks_per_core, steps=steps, keeps_row=keeps_row
-        )
-
-    def pipeline(self, *, blocks_per_core: int) -> BackwardConfig | None:
-        """Returns a pipeline of rows for one warpgroup, or None if TMA cannot align the rows or fewer than 2 fit."""
-        if self.features * self.itemsize % ACCESS_BYTES or self.features * max(1, self.sums) > LONGEST_WHOLE_ROW:
-            return None
-        # Sums over a warpgroup take 2 KiB of scratch; barriers take another page.
-        steps = self._steps(blocks_per_core, self.features * self.gain_bytes + 4096)
-        return BackwardConfig(loads="pipeline", blocks_per_core=blocks_per_core, steps=steps) if steps >= 2 else None
+        return BackwardConfig(warpgroups=warpgroups, blocks_per_core=blocks_per_core, steps=steps, keeps_row=keeps_row)
 
     def default(self) -> BackwardConfig | None:
         """Returns the untuned configuration, or None if XLA is faster.
@@ -114,16 +110,17 @@ class BackwardShape:
             return BackwardConfig(loads="registers", blocks_per_core=5 if self.features <= 256 else 4)
         blocks = (3, 2, 1) if self.features <= 4096 else (2, 1)  # more columns take 216 or more registers
         # Rows too long for one warpgroup, which several load with less than 16 bytes per thread.
-        narrow = (self.shared(warpgroups=w, blocks_per_core=1) for w in (2, 4))
-        configs = (*self._shared_choices(), *(self.pipeline(blocks_per_core=b) for b in blocks), *narrow)
+        narrow = (self.ring(warpgroups=w, blocks_per_core=1) for w in (2, 4))
+        whole = (self.ring(warpgroups=1, blocks_per_core=b) for b in blocks)
+        configs = (*self._even_choices(), *whole, *narrow)
         return next((config for config in configs if config is not None), None)
 
-    def _shared_choices(self) -> list[BackwardConfig | None]:
-        """Yields ring configurations, best first."""
+    def _even_choices(self) -> list[BackwardConfig | None]:
+        """Returns configurations in which each thread has 16 bytes of a row or more, best first."""
         if self.itemsize == 2 and self.features == 8192 and not self.has_dropout:
             # 64 KiB in flight are enough: LayerNorm at 8192 rows 102 µs, 4 steps 113 µs; RMSNorm with a residual 130 µs
             # kept with 2 steps, 134 µs with 4, read again 136 µs.
-            return [self.shared(warpgroups=4, blocks_per_core=1, keeps_row=True, most_steps=2)]
+            return [self.ring(warpgroups=4, blocks_per_core=1, keeps_row=True, most_steps=2)]
         # Dropout writes one more array, which leaves 2 rows in flight: RMSNorm at 8192 x 8192 bf16 takes 174 µs, with 4
         # rows 187 µs; at 32768 x 4096 330 µs with 2 blocks of 2 warpgroups, 349 µs with more rows in flight.
         is_two_steps = self.itemsize == 2 and self.has_dropout and self.features in (4096, 8192)
@@ -135,11 +132,11 @@ class BackwardShape:
         # With two streams, a second block per multiprocessor fills idle time.
         four = (2, 1) if self.streams == 2 and not (self.centered or self.has_dropout) else (1,)
         two = (1,) if self.centered and self.streams == 3 and self.features > 2048 and not is_two_steps else (2, 1)
-        blocks = {4: four, 2: two, 1: (6, 4, 3, 2, 1), 0: ()}[warpgroups]
+        blocks = {4: four, 2: two, 1: (6, 4, 3, 2, 1) if self.features <= 4096 else (), 0: ()}[warpgroups]
         if self.streams == 2 and self.itemsize == 2 and not self.has_dropout:
             return self._by_bytes_in_flight(warpgroups, blocks)
         steps = 2 if is_two_steps else 4
-        return [self.shared(warpgroups=warpgroups, blocks_per_core=b, most_steps=steps) for b in blocks]
+        return [self.ring(warpgroups=warpgroups, blocks_per_core=b, most_steps=steps) for b in blocks]
 
     def _by_bytes_in_flight(self, warpgroups: int, blocks: Sequence[int]) -> list[BackwardConfig | None]:
         """Returns a configuration for each number of blocks, the closest to `IN_FLIGHT_BYTES` first.
@@ -152,11 +149,7 @@ class BackwardShape:
         row = self.streams * self.features * self.itemsize
         waiting = {b: max(1, min(3, round(IN_FLIGHT_BYTES / (b * row)))) for b in blocks}
         best_first = sorted(blocks, key=lambda b: abs(waiting[b] * b * row - IN_FLIGHT_BYTES))
-        return [self.shared(warpgroups=warpgroups, blocks_per_core=b, most_steps=1 + waiting[b]) for b in best_first]
-
-    def _steps(self, blocks_per_core: int, other_bytes: int, *, most: int = 4) -> int:
-        budget = SHARED_MEMORY_BYTES // blocks_per_core - BLOCK_RESERVED_BYTES - other_bytes
-        return min(most, budget // (self.streams * self.features * self.itemsize))
+        return [self.ring(warpgroups=warpgroups, blocks_per_core=b, most_steps=1 + waiting[b]) for b in best_first]
 
 
 def default_forward(

@@ -12,17 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops._norms.config import ForwardConfig, default_forward
-from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, Norm
-from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, Norm, center
+from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.random import mixed_words
+from pallas_kernels.primitives.row_kernel import HeldRows, row_kernel
 from pallas_kernels.primitives.rows import (
     cut_row,
     load_columns,
     load_row,
     map_row,
     row_index,
-    row_of_block,
     row_sum,
     short_rows_at_once,
     split_row,
@@ -42,9 +41,13 @@ def norm_forward(
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     words: jax.Array | None = None,
+    with_statistics: bool = False,
     config: ForwardConfig | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (y, the sum that was normalised), or (y, None) without a residual.
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns (y, total, statistics).
+
+    total is the sum that was normalised, None without a residual; statistics, `Norm.statistics` of it for the backward
+    pass, None unless `with_statistics`.
 
     x and residual: (rows, features) of one floating dtype, features >= 128. scale, bias: (features,), or None.
     words: (2,) uint32, the key of the dropout of x; None for none. With words there must be a residual.
@@ -59,25 +62,19 @@ def norm_forward(
             cores=target_device().core_count,
         )
     is_whole = x.shape[1] <= config.register_columns
-    rows, at_once = x.shape[0], short_rows_at_once(x.shape, x.dtype.itemsize) if is_whole else 0
-    body = (_whole_row if is_whole else _chunked_row)(norm, without_values(x), config)
-    operands = {"x": x, "scale": scale, "bias": bias, "residual": residual, "words": words}
-    operands = {name: operand for name, operand in operands.items() if operand is not None}
-    names = (*operands, "y", *(() if residual is None else ("total",)))
-
-    def kernel(*refs):
-        body(row_of_block(lax.axis_index("block"), rows, at_once), dict(zip(names, refs, strict=True)))
-
-    outputs = settings.kernel(
-        kernel,
-        out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype),) * (len(names) - len(operands)),
-        grid=(pl.cdiv(rows, at_once or 1),),
-        grid_names=("block",),
+    outputs = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
+    outputs |= {} if residual is None else {"total": outputs["y"]}
+    outputs |= {"statistics": norm.statistics(x.shape[0], x.dtype)} if with_statistics else {}
+    results = row_kernel(
+        (_whole_row if is_whole else _chunked_row)(norm, without_values(x), config),
+        {"x": x, "scale": scale, "bias": bias, "residual": residual, "words": words},
+        outputs,
+        name=norm.kernel_name(has_residual=residual is not None, has_dropout=words is not None),
         compiler_params=COMPILER_PARAMS,
-        kernel_name=norm.kernel_name(has_residual=residual is not None, has_dropout=words is not None),
-    )(*operands.values())
-    outputs = tuple(varying_like(output, *operands.values()) for output in outputs)
-    return outputs[0], (None if residual is None else outputs[1])
+        rows=x.shape[0],
+        at_once=short_rows_at_once(x.shape, x.dtype.itemsize) if is_whole else 0,
+    )
+    return results["y"], results.get("total"), results.get("statistics")
 
 
 def _sum_of(norm, row, refs, words, columns, segments, features):
@@ -116,6 +113,12 @@ def _store_output(row, refs, columns, segments, value, inverse, gain=None):
         store_row(refs["y"].at[row, columns], (part,), (segment,))
 
 
+def _store_statistics(refs, held, statistics):
+    if "statistics" in refs:
+        for i, value in enumerate(statistics):
+            held.store_value(refs["statistics"].at[i], value)
+
+
 def _whole_row(norm, x, config):
     features, at_once = x.shape[1], short_rows_at_once(x.shape, x.dtype.itemsize)
     if at_once:
@@ -129,11 +132,14 @@ def _whole_row(norm, x, config):
         words = mixed_words(refs["words"]) if "words" in refs else None
         gain = _load_gain(refs, whole, segments) if config.reads_ahead else None
         value = to_float32(_sum_of(norm, row, refs, words, whole, segments, features))
+        held, statistics = HeldRows(at=row, segments=segments), []
         for _ in range(norm.mean_passes(x.dtype)):
-            mean = row_sum(value, segments) * (1.0 / features)
-            value = map_row(lambda v, mean=mean: v - mean, value)
-        mean_square = row_sum(map_row(jnp.square, value), segments) * (1.0 / features)
-        _store_output(row, refs, whole, segments, value, lax.rsqrt(mean_square + norm.epsilon), gain)
+            statistics.append(held.sum(value) * (1.0 / features))
+            value = center(value, (held.spread(statistics[-1]),))
+        squares = held.sum(map_row(jnp.square, value))
+        statistics.insert(0, lax.rsqrt(squares * (1.0 / features) + norm.epsilon))
+        _store_output(row, refs, whole, segments, value, held.spread(statistics[0]), gain)
+        _store_statistics(refs, held, statistics)
 
     return body
 
@@ -159,10 +165,7 @@ def _chunked_row(norm, x, config):
 
         def read_again(columns, segments):
             source = refs["x" if "residual" not in refs else "total"]
-            value = to_float32(load_row(source.at[row, columns], segments))
-            for mean in means:
-                value = map_row(lambda v, mean=mean: v - mean, value)
-            return value
+            return center(to_float32(load_row(source.at[row, columns], segments)), means)
 
         means = []
         for _ in range(norm.mean_passes(x.dtype)):
@@ -180,5 +183,6 @@ def _chunked_row(norm, x, config):
 
         if rest:
             write(whole, rest)
+        _store_statistics(refs, HeldRows(at=row, segments=segments), (inverse, *means))
 
     return body

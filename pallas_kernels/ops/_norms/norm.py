@@ -9,11 +9,10 @@ from typing import Literal
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.random import Words, keep_mask
-from pallas_kernels.primitives.rows import RowValues, Segment, map_row, row_sum
+from pallas_kernels.primitives.rows import RowValues, map_row
 
 # No automatic barriers: each thread reads back only what it wrote itself, in the same layout.
 COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
@@ -47,6 +46,10 @@ class Norm:
         """
         return 0 if not self.centered else 2 if dtype == jnp.float32 else 1
 
+    def statistics(self, rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        """The statistics that the backward pass needs: each row's reciprocal deviation, then the means to subtract."""
+        return jax.ShapeDtypeStruct((1 + self.mean_passes(dtype), rows), jnp.float32)
+
     def kernel_name(self, *, has_residual: bool, has_dropout: bool) -> str:
         """The kernel's name in traces and HLO."""
         if has_dropout:
@@ -64,91 +67,8 @@ class Norm:
         return map_row(drop, values, columns)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowScalars:
-    """The scalars of a row that its gradient depends on, float32.
-
-    With v = (x - mean) * inverse and w = scale * dy the gradient is w * inverse - (x - mean) * slope - offset.
-    The mean is the sum of `means`, subtracted one after the other. Without a mean to subtract, `means` is empty and
-    `offset` None. If `is_folded`, the single mean is subtracted in one multiply-add, v = x * inverse - mean * inverse,
-    and the slope belongs to v; that is accurate where the mean is not large against x - mean in float32.
-    """
-
-    inverse: jax.Array
-    slope: jax.Array
-    means: tuple[jax.Array, ...]
-    offset: jax.Array | None
-    is_folded: bool = False
-
-    @staticmethod
-    def of_sums(
-        features: int, epsilon: float, *, squares, products, means=(), weighted=None, is_folded=False
-    ) -> RowScalars:
-        """Computes the scalars from sums over the row of (x - mean)**2, (x - mean) * w and, for centred rows, w."""
-        inverse = lax.rsqrt(squares * (1.0 / features) + epsilon)
-        return RowScalars(
-            inverse=inverse,
-            slope=products * ((1.0 if is_folded else inverse) * inverse * inverse * (1.0 / features)),
-            means=tuple(means),
-            offset=None if weighted is None else weighted * inverse * (1.0 / features),
-            is_folded=is_folded,
-        )
-
-    def finish(
-        self, value: RowValues, dy: RowValues, weighted: RowValues, sums: dict[str, RowValues]
-    ) -> tuple[RowValues, dict[str, RowValues]]:
-        """Returns the gradient through the norm, and the column sums with the row's part of dscale and dbias added."""
-        if not self.is_folded:
-            centered = self.center(value)
-            return self.gradient(centered, weighted), self.column_sums(centered, dy, sums)
-        inverse, slope, offset, shift = self.inverse, self.slope, self.offset, self.means[0] * self.inverse
-        normed = map_row(lambda v: v * inverse - shift, value)
-        gradient = map_row(lambda n, w: w * inverse - (n * slope + offset), normed, weighted)
-        added = dict(sums)
-        if "scale" in sums:
-            added["scale"] = map_row(lambda p, d, n: p + d * n, sums["scale"], dy, normed)
-        if "bias" in sums:
-            added["bias"] = map_row(jnp.add, sums["bias"], dy)
-        return gradient, added
-
-    def center(self, values: RowValues) -> RowValues:
-        """Subtracts the mean from the row."""
-        for mean in self.means:
-            values = map_row(lambda v, mean=mean: v - mean, values)
-        return values
-
-    def gradient(self, centered: RowValues, weighted: RowValues) -> RowValues:
-        """Returns the gradient through the norm."""
-        gradient = map_row(lambda v, w: w * self.inverse - v * self.slope, centered, weighted)
-        return gradient if self.offset is None else map_row(lambda g: g - self.offset, gradient)
-
-    def column_sums(self, centered: RowValues, dy: RowValues, sums: dict[str, RowValues]) -> dict[str, RowValues]:
-        """Adds the row's part of dscale and dbias to the column sums."""
-        added = dict(sums)
-        if "scale" in sums:
-            added["scale"] = map_row(lambda p, d, v: p + d * (v * self.inverse), sums["scale"], dy, centered)
-        if "bias" in sums:
-            added["bias"] = map_row(jnp.add, sums["bias"], dy)
-        return added
-
-
-def row_scalars(
-    norm: Norm, value: RowValues, weighted: RowValues, segments: Sequence[Segment], features: int, dtype: DTypeLike
-) -> RowScalars:
-    """Computes the scalars of a row that a warpgroup or a warp holds whole."""
-    means = []
-    for _ in range(norm.mean_passes(dtype)):
-        mean = row_sum(value, segments) * (1.0 / features)
-        value = map_row(lambda v, mean=mean: v - mean, value)
-        means.append(mean)
-    total_weight = row_sum(weighted, segments) if means else None
-    squares = row_sum(map_row(jnp.square, value), segments)
-    products = row_sum(map_row(jnp.multiply, value, weighted), segments)
-    return RowScalars.of_sums(
-        features, norm.epsilon, squares=squares, products=products, means=means, weighted=total_weight
-    )
-
-
-def weigh(dy: RowValues, gain: RowValues | None) -> RowValues:
-    """Returns dy times the scale in float32, or dy without a scale."""
-    return dy if gain is None else map_row(lambda g, d: g.astype(jnp.float32) * d, gain, dy)
+def center(values: RowValues, means: Sequence[jax.Array]) -> RowValues:
+    """Subtracts means from a row, one after the other."""
+    for mean in means:
+        values = map_row(lambda v, mean=mean: v - mean, values)
+    return values

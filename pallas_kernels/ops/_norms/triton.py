@@ -15,7 +15,7 @@ import jax_triton  # pyright: ignore[reportMissingImports]
 import triton
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from pallas_kernels.ops._norms.norm import Norm, NormName
+from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.triton_calls import row_block
 
@@ -30,6 +30,8 @@ def norm_forward(
     bias_ptr,
     y_ptr,
     total_ptr,
+    statistics_ptr,
+    rows: tl.constexpr,
     features: tl.constexpr,
     epsilon: tl.constexpr,
     block: tl.constexpr,
@@ -37,20 +39,28 @@ def norm_forward(
     has_residual: tl.constexpr,
     has_scale: tl.constexpr,
     has_bias: tl.constexpr,
+    has_statistics: tl.constexpr,
 ):
     """Computes one row in each block. A pointer whose flag is off is never dereferenced."""
     columns = tl.arange(0, block)
     inside = columns < features
-    offsets = tl.program_id(0).to(tl.int64) * features + columns
+    row = tl.program_id(0)
+    offsets = row.to(tl.int64) * features + columns
     total = tl.load(x_ptr + offsets, mask=inside, other=0.0)
     if has_residual:
         residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0)
         total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
         tl.store(total_ptr + offsets, total, mask=inside)
     value = total.to(tl.float32)
-    for _ in tl.static_range(mean_passes):
-        value = tl.where(inside, value - tl.sum(value, 0) / features, 0.0)
-    y = value * tl.rsqrt(tl.sum(value * value, 0) / features + epsilon)
+    for i in tl.static_range(mean_passes):
+        mean = tl.sum(value, 0) / features
+        value = tl.where(inside, value - mean, 0.0)
+        if has_statistics:
+            tl.store(statistics_ptr + (i + 1) * rows + row, mean)
+    inverse = tl.rsqrt(tl.sum(value * value, 0) / features + epsilon)
+    if has_statistics:
+        tl.store(statistics_ptr + row, inverse)
+    y = value * inverse
     if has_scale:
         y *= tl.load(scale_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if has_bias:
@@ -61,6 +71,7 @@ def norm_forward(
 @triton.jit  # pyright: ignore[reportAttributeAccessIssue]
 def norm_backward(
     total_ptr,
+    statistics_ptr,
     dy_ptr,
     dtotal_ptr,
     scale_ptr,
@@ -69,7 +80,6 @@ def norm_backward(
     dbias_ptr,
     rows: tl.constexpr,
     features: tl.constexpr,
-    epsilon: tl.constexpr,
     block: tl.constexpr,
     blocks: tl.constexpr,
     mean_passes: tl.constexpr,
@@ -87,12 +97,12 @@ def norm_backward(
     dscale = tl.zeros((block,), tl.float32)
     dbias = tl.zeros((block,), tl.float32)
     offsets = first.to(tl.int64) * features + columns
-    for _ in range(first, rows, blocks):
+    for row in range(first, rows, blocks):
         value = tl.load(total_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        for _ in tl.static_range(mean_passes):
-            value = tl.where(inside, value - tl.sum(value, 0) / features, 0.0)
-        inverse = tl.rsqrt(tl.sum(value * value, 0) / features + epsilon)
+        for i in tl.static_range(mean_passes):
+            value = tl.where(inside, value - tl.load(statistics_ptr + (i + 1) * rows + row), 0.0)
+        inverse = tl.load(statistics_ptr + row)
         value *= inverse
         weighted = dy * gain
         dx = weighted - value * (tl.sum(weighted * value, 0) / features)
@@ -129,24 +139,36 @@ def apply_norm(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _norm_rows(norm, x, scale, bias, residual):
-    return _forward(norm, x, scale, bias, residual)
+    return _forward(norm, x, scale, bias, residual)[:2]
 
 
 def _forward(
-    norm: Norm, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, residual: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
+    norm: Norm,
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    with_statistics: bool = False,
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     rows, features = x.shape
     block, warps = row_block(features)
     # An unused pointer must still be a valid one.
     operands = (x if operand is None else operand for operand in (residual, scale, bias))
-    y, total = jax_triton.triton_call(
+    statistics = norm.statistics(rows, x.dtype)
+    y, total, statistics = jax_triton.triton_call(
         x,
         *operands,
         kernel=norm_forward,
-        out_type=(_like(x, x.shape), _like(x, (1,) if residual is None else x.shape)),
+        out_type=(
+            _like(x, x.shape),
+            _like(x, (1,) if residual is None else x.shape),
+            statistics if with_statistics else _like(statistics, (1,)),
+        ),
         grid=(rows,),
         name=f"{norm.name}_triton",
         num_warps=warps,
+        rows=rows,
         features=features,
         epsilon=norm.epsilon,
         block=block,
@@ -154,13 +176,15 @@ def _forward(
         has_residual=residual is not None,
         has_scale=scale is not None,
         has_bias=bias is not None,
+        has_statistics=with_statistics,
     )
-    return y, None if residual is None else total
+    return y, None if residual is None else total, statistics
 
 
 def backward(
     norm: Norm,
     total: jax.Array,
+    statistics: jax.Array,
     dy: jax.Array,
     *,
     scale: jax.Array | None,
@@ -174,6 +198,7 @@ def backward(
     sums = [(1,) if array is None else (blocks, features) for array in (scale, bias)]
     dx, *partials = jax_triton.triton_call(
         total,
+        statistics,
         dy,
         total if dtotal is None else dtotal,
         total if scale is None else scale,
@@ -184,7 +209,6 @@ def backward(
         num_warps=warps,
         rows=rows,
         features=features,
-        epsilon=norm.epsilon,
         block=block,
         blocks=blocks,
         mean_passes=norm.mean_passes(total.dtype),
@@ -197,36 +221,19 @@ def backward(
     return dx, dscale, dbias
 
 
-def norm_gradients(
-    name: NormName,
-    total: jax.Array,
-    dy: jax.Array,
-    dtotal: jax.Array | None = None,
-    *,
-    scale: jax.Array | None = None,
-    bias: jax.Array | None = None,
-) -> tuple[jax.Array, ...]:
-    """Runs `backward` alone on (..., features) and leaves out gradients that are None. For the benchmark."""
-    rows = (-1, total.shape[-1])
-    dtotal = None if dtotal is None else dtotal.reshape(rows)
-    norm = Norm(name=name, epsilon=1e-6)
-    dx, *affine = backward(norm, total.reshape(rows), dy.reshape(rows), scale=scale, bias=bias, dtotal=dtotal)
-    return dx.reshape(total.shape), *(gradient for gradient in affine if gradient is not None)
-
-
-def _like(array: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+def _like(array: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, array.dtype)
 
 
 def _norm_rows_fwd(norm, x, scale, bias, residual):
-    y, total = _forward(norm, x, scale, bias, residual)
-    return (y, total), (x if total is None else total, scale, bias)
+    y, total, statistics = _forward(norm, x, scale, bias, residual, with_statistics=True)
+    return (y, total), (x if total is None else total, statistics, scale, bias)
 
 
 def _norm_rows_bwd(norm, saved, cotangents):
-    total, scale, bias = saved
+    total, statistics, scale, bias = saved
     dy, dtotal = cotangents
-    dx, dscale, dbias = backward(norm, total, dy, scale=scale, bias=bias, dtotal=dtotal)
+    dx, dscale, dbias = backward(norm, total, statistics, dy, scale=scale, bias=bias, dtotal=dtotal)
     return dx, dscale, dbias, None if dtotal is None else dx
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import jax
+from dataclasses import replace
+
 import jax.numpy as jnp
 
+from pallas_kernels.ops._norms.backward import norm_backward, xla_gradients
 from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.ops._norms.specs import kernel_gradients, parameter
+from pallas_kernels.ops._norms.specs import parameter, saved_gradients
 from pallas_kernels.ops.dropout_residual_norm.api import dropout_residual_norm
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
 from pallas_kernels.primitives.random import array_keep_mask
 from pallas_kernels.spec_builders import array_call, backward_passes, calls, traffic
-from pallas_kernels.specs import Arguments, ArraySpec, OpSpec
+from pallas_kernels.specs import ArraySpec, OpSpec
 
 
 @array_call
@@ -25,27 +27,20 @@ def _call(x, *, norm="rms_norm", affine=None, rate=0.1):
     return arguments, norm, f"rate{rate:g}", which
 
 
-def _norm(arguments: Arguments) -> Norm:
-    return Norm(name=arguments["norm"], epsilon=1e-6, rate=arguments["rate"])
-
-
 def _backward(*, norm, rate, **arguments):
-    found = kernel_gradients(_norm({"norm": norm, "rate": rate}), **arguments)
+    settings = Norm(name=norm, epsilon=1e-6, rate=rate)
+    return _all_of(saved_gradients(norm_backward, settings, **arguments))
+
+
+def _xla_backward(*, norm, rate, key, **arguments):
+    found = saved_gradients(xla_gradients, Norm(name=norm, epsilon=1e-6), **arguments)
+    kept = array_keep_mask(key, found.dtotal.shape, rate=rate)
+    dx = jnp.where(kept, found.dtotal * (1.0 / (1.0 - rate)), 0).astype(found.dtotal.dtype)
+    return _all_of(replace(found, dx=dx))
+
+
+def _all_of(found):
     return tuple(each for each in (found.dx, found.dscale, found.dbias, found.dtotal) if each is not None)
-
-
-def _xla_backward(*, x, residual, rate, key, norm, cotangents, **affine):
-    """Runs XLA's backward pass with x in place of the saved sum."""
-    dy, dtotal = cotangents
-
-    def norm_of(total, affine):
-        zeros = jnp.zeros_like(total)
-        return dropout_residual_norm_reference(zeros, **affine, residual=total, rate=0.0, key=None, norm=norm)[0]
-
-    dresidual, daffine = jax.vjp(norm_of, x, affine)[1](dy)
-    dresidual = dresidual + dtotal
-    dx = jnp.where(array_keep_mask(key, x.shape, rate=rate), dresidual * (1.0 / (1.0 - rate)), 0).astype(x.dtype)
-    return dx, *(daffine[name] for name in ("scale", "bias") if name in daffine), dresidual
 
 
 DROPOUT_RESIDUAL_NORM = OpSpec(
