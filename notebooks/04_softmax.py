@@ -33,7 +33,7 @@ import plots
 
 import xlafuse
 from hlo_analysis import analyze, capture
-from pallas_kernels.ops.softmax.forms import (
+from xlafuse.studies.softmax_forms import (
     FUSED,
     ONLINE,
     THREE_KERNEL,

@@ -34,7 +34,7 @@ import plots
 
 import xlafuse
 from hlo_analysis import analyze, capture
-from pallas_kernels.ops.softmax.forms import softmax_fused
+from xlafuse.studies.softmax_forms import softmax_fused
 from xlafuse.bench.rows import RIVALS, rows
 
 # %% [markdown]

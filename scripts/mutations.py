@@ -23,8 +23,8 @@ Mutation = tuple[str, str, str, str]
 MUTATIONS: dict[str, Mutation] = {
     "norm without epsilon": (
         "pallas_kernels/ops/_norms/forward.py",
-        "lax.rsqrt(mean_square + norm.epsilon)",
-        "lax.rsqrt(mean_square)",
+        "lax.rsqrt(mean_squares + norm.epsilon)",
+        "lax.rsqrt(mean_squares)",
         "tests/kernels/test_operations.py -k test_values_and_gradients[rms_norm-mosaic-4x512",
     ),
     "rope's gradient turns forward": (

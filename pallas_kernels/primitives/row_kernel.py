@@ -1,23 +1,26 @@
-"""Kernels in which each block holds one row in the registers of a warpgroup, or several short rows.
+"""Kernels in which a warpgroup computes one row, or several short ones.
 
 An operation is a function of the block's row and of the references by name: it loads the row, reduces it to values of
-the row, such as its sum, and finishes it. `HeldRows` lets one function serve both a long row and short ones.
+the row, such as its sum, and finishes it. `HeldRows` lets one function serve both a long row and short ones;
+`RowChunks` are of a row that registers do not hold: it is read again, from the L2 cache, or blocks share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
+import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import (
+    LANES,
     Row,
     RowValues,
     Segment,
@@ -25,13 +28,19 @@ from pallas_kernels.primitives.rows import (
     line_sums,
     load_lines,
     load_row,
+    map_row,
     over_lines,
+    row_columns,
     row_index,
     row_max,
     row_of_block,
     row_sum,
+    short_rows_at_once,
+    split_row,
+    split_short_rows,
     store_row,
     to_float32,
+    zeros_row,
 )
 
 
@@ -56,9 +65,21 @@ class HeldRows:
         """The row's index: a scalar for one row, else that of each element."""
         return row_index(self.at, self.segments)
 
+    @property
+    def columns(self) -> RowValues:
+        """Each element's column."""
+        return row_columns(self.segments)
+
     def load(self, ref: Any) -> RowValues:
         """Reads the row from a reference (rows, features), as float32."""
         return to_float32(load_row(ref.at[self.at], self.segments))
+
+    def element(self, ref: Any, values: RowValues, column: jax.Array) -> jax.Array:
+        """Returns, as float32, the row's element in a column, a value of the row. values: the row, from `ref`."""
+        if not self._are_several:
+            return ref[self.at, column].astype(jnp.float32)
+        wanted = self.spread(column)
+        return self.sum(map_row(lambda v, c: jnp.where(c == wanted, v, jnp.float32(0)), values, self.columns))
 
     def store(self, ref: Any, values: RowValues) -> None:
         """Writes the row, cast to the reference's dtype."""
@@ -86,6 +107,99 @@ class HeldRows:
     def spread(self, value: jax.Array) -> jax.Array:
         """Broadcasts the row's value, so that it combines with the row's elements."""
         return over_lines(value, self.segments[:1])[0] if self._are_several else value
+
+
+def held_segments(shape: tuple[int, int], itemsize: int) -> tuple[int, tuple[Segment, ...]]:
+    """Returns how many of (rows, features) a block holds at once, 0 if they are not short, and their segments."""
+    if at_once := short_rows_at_once(shape, itemsize):
+        return at_once, split_short_rows(shape[1], itemsize, rows=at_once)
+    return 0, split_row(shape[1], itemsize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowChunks:
+    """A row too long for registers, cut into `trips` chunks of `chunk` columns and a rest.
+
+    Functions take a part of the row: its columns, a slice of the row, and its segments within that slice. No segment of
+    the rest repeats columns of a chunk, which another block may be writing, or has written in place.
+    """
+
+    features: int
+    chunk: int
+    trips: int
+    segments: tuple[Segment, ...]
+    rest: tuple[Segment, ...]
+
+    @classmethod
+    def make(cls, features: int, itemsize: int, chunk: int) -> RowChunks:
+        """Cuts a row into chunks of `chunk` columns, or into one chunk if it is shorter."""
+        chunk = min(chunk, features)
+        trips, tail = divmod(features, chunk)
+        if 0 < tail < LANES:
+            trips -= 1
+        end = trips * chunk
+        segments = split_row(chunk, itemsize, stride=features)
+        rest = split_row(features - end, itemsize, offset=end, stride=features)
+        return cls(features=features, chunk=chunk, trips=trips, segments=segments, rest=rest)
+
+    @property
+    def parts(self) -> int:
+        """The number of parts."""
+        return self.trips + bool(self.rest)
+
+    @property
+    def whole(self) -> pl.Slice:
+        """The columns of which the rest's segments count."""
+        return pl.ds(0, self.features)
+
+    def columns(self, i: jax.Array) -> pl.Slice:
+        """The columns of chunk i."""
+        return pl.ds(i * self.chunk, self.chunk)
+
+    def at(self, part: jax.Array, function: Callable[[pl.Slice, tuple[Segment, ...]], None]) -> None:
+        """Calls `function` for one part, whose number is only known at run time."""
+        in_chunk = lambda: function(self.columns(part), self.segments)  # noqa: E731
+        if not self.rest:
+            in_chunk()
+        else:
+            pl.when(part < self.trips)(in_chunk)
+            pl.when(part == self.trips)(lambda: function(self.whole, self.rest))
+
+    def sums(
+        self, terms: Callable[[pl.Slice, tuple[Segment, ...]], Sequence[RowValues]], count: int, *, needed: Any = None
+    ) -> list[jax.Array]:
+        """Sums over the row each of the `count` values that `terms` computes of a part.
+
+        needed: the number of chunks that matter, all if None.
+        """
+
+        def accumulate(i, sums):
+            added = terms(self.columns(i), self.segments)
+            return tuple(map_row(jnp.add, total, values) for total, values in zip(sums, added, strict=True))
+
+        zeros = (zeros_row(self.segments),) * count
+        sums = lax.fori_loop(0, self.trips if needed is None else needed, accumulate, zeros)
+        found = [row_sum(values, self.segments) for values in sums]
+        if not self.rest:
+            return found
+        added = terms(self.whole, self.rest)
+        return [total + row_sum(values, self.rest) for total, values in zip(found, added, strict=True)]
+
+    def each(self, function: Callable[[pl.Slice, tuple[Segment, ...]], None], *, needed: Any = None) -> None:
+        """Calls `function` for each part, the rest first. needed: see `sums`."""
+        if self.rest:
+            function(self.whole, self.rest)
+
+        @pl.loop(0, self.trips if needed is None else needed)
+        def _(i):
+            function(self.columns(i), self.segments)
+
+    def fill_zeros(self, ref: Any, first: jax.Array) -> None:
+        """Writes zeros from chunk `first` on, except for the rest."""
+
+        @pl.loop(first, self.trips)
+        def _(i):
+            store_row(ref.at[self.columns(i)], zeros_row(self.segments), self.segments)
 
 
 def row_kernel(

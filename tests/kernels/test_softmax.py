@@ -11,11 +11,11 @@ from draws import normal
 from pallas_kernels import softmax
 from pallas_kernels.ops.softmax.api import masking_of
 from pallas_kernels.ops.softmax.config import RowConfig
-from pallas_kernels.ops.softmax.forms import FORMS
 from pallas_kernels.ops.softmax.masking import Masking, mask_rows, whole_row_segments
 from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
 from pallas_kernels.ops.softmax.mosaic_gpu_vjp import fits_shared_memory, softmax_backward
 from pallas_kernels.ops.softmax.reference import softmax_reference
+from xlafuse.studies.softmax_forms import FORMS
 
 
 def rows(seed, *shape, dtype="float32", deviation=2.0):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import softmax
 from xlafuse.studies.comparisons import FUSED, UNFUSED, XLA, Gain, comparison
 from xlafuse.studies.records import Claim
+from xlafuse.studies.softmax_forms import FORMS
 from xlafuse.studies.variants import Case, Variant, torch_variants
 
 
@@ -38,6 +39,7 @@ def _cases() -> list[Case]:
         "online": Variant(function=online),
         XLA: Variant(function=lambda x: jax.nn.softmax(x, axis=-1)),
         FUSED: Variant(function=lambda x: softmax(x, implementation="mosaic")),
+        **{f"kernel, {name}": Variant(function=form, is_counted=False) for name, form in FORMS.items()},
         "jax-triton": Variant(function=triton, is_counted=False),
         **torch_variants(lambda torch, x: torch.softmax(x, dim=-1)),
         "PyTorch eager, by parts": torch_variants(_by_parts)["PyTorch eager"],

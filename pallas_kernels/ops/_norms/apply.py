@@ -75,35 +75,32 @@ def dispatch_norm(
     arrays = (x, scale, bias, residual)
     if chosen == "xla" or x.size == 0:
         return reference(*arrays)
-
-    def kernel(x, scale, bias, residual):
-        given = {"scale": scale, "bias": bias, "residual": residual}
-        if chosen == "triton":
-            from pallas_kernels.ops._norms.triton import apply_norm as apply_norm_triton  # imports Triton
-
-            y, total = apply_norm_triton(norm, x, **given)
-            total = x if total is None and returns_total else total
-        else:
-            y, total = apply_norm(norm, x, **given, returns_total=returns_total)
-        return y if total is None else (y, total)
-
-    if implementation is not None:
-        return kernel(*arrays)
+    apply = apply_norm
+    if chosen == "triton":
+        from pallas_kernels.ops._norms.triton import apply_norm as apply  # imports Triton
     # XLA's gradient uses statistics that its forward pass keeps; 16-bit rows gain more by the forward kernel.
     has_no_kernel = x.dtype.itemsize == 4 and default_backward(norm, x, 2 + returns_total, scale, bias) is None
     # Without sums over rows, on an H200, µs of the kernels and of XLA with the forward pass: 27328x128 10.3 and 9.3,
     # 8192x256 6.9 and 6.2, 2000x512 4.6 and 4.4.
     is_short = norm.centered and x.shape[-1] <= 512 and all(array is None for array in arrays[1:])
-    return partly_by_xla(kernel, reference, gradient=has_no_kernel or is_short)(*varying_alike(arrays))
+    if implementation is None and (has_no_kernel or is_short):
+
+        def kernel(*arrays):
+            y, total = apply(norm, *arrays, returns_total=returns_total)
+            return y if total is None else (y, total)
+
+        return partly_by_xla(kernel, reference, gradient=True)(*varying_alike(arrays))
+    y, total = apply(norm, *arrays, returns_total=returns_total)
+    return y if total is None else (y, total)
 
 
 def apply_norm(
     norm: Norm,
     x: jax.Array,
-    *,
     scale: jax.Array | None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    *,
     words: jax.Array | None = None,
     returns_total: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:

@@ -15,20 +15,16 @@ from pallas_kernels.ops._norms.config import ForwardConfig, default_forward
 from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, Norm, center
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.random import mixed_words
-from pallas_kernels.primitives.row_kernel import HeldRows, row_kernel
+from pallas_kernels.primitives.row_kernel import HeldRows, RowChunks, held_segments, row_kernel
 from pallas_kernels.primitives.rows import (
     cut_row,
     load_columns,
     load_row,
     map_row,
     row_index,
-    row_sum,
     short_rows_at_once,
-    split_row,
-    split_short_rows,
     store_row,
     to_float32,
-    zeros_row,
 )
 from pallas_kernels.primitives.sharing import without_values
 
@@ -120,12 +116,10 @@ def _store_statistics(refs, held, statistics):
 
 
 def _whole_row(norm, x, config):
-    features, at_once = x.shape[1], short_rows_at_once(x.shape, x.dtype.itemsize)
-    if at_once:
-        segments = split_short_rows(features, x.dtype.itemsize, rows=at_once)
-    else:
-        segments = split_row(features, x.dtype.itemsize)
-        segments = cut_row(segments, config.piece) if config.piece else segments
+    features = x.shape[1]
+    at_once, segments = held_segments(x.shape, x.dtype.itemsize)
+    if config.piece and not at_once:
+        segments = cut_row(segments, config.piece)
     whole = pl.ds(0, features)
 
     def body(row, refs):
@@ -136,8 +130,8 @@ def _whole_row(norm, x, config):
         for _ in range(norm.mean_passes(x.dtype)):
             statistics.append(held.sum(value) * (1.0 / features))
             value = center(value, (held.spread(statistics[-1]),))
-        squares = held.sum(map_row(jnp.square, value))
-        statistics.insert(0, lax.rsqrt(squares * (1.0 / features) + norm.epsilon))
+        mean_squares = held.sum(map_row(jnp.square, value)) * (1.0 / features)
+        statistics.insert(0, lax.rsqrt(mean_squares + norm.epsilon))
         _store_output(row, refs, whole, segments, value, held.spread(statistics[0]), gain)
         _store_statistics(refs, held, statistics)
 
@@ -145,20 +139,11 @@ def _whole_row(norm, x, config):
 
 
 def _chunked_row(norm, x, config):
-    features, chunk = x.shape[1], config.chunk
-    trips = features // chunk
-    segments = split_row(chunk, x.dtype.itemsize, stride=features)
-    rest = split_row(features - trips * chunk, x.dtype.itemsize, offset=trips * chunk, stride=features)
-    whole = pl.ds(0, features)
+    features = x.shape[1]
+    chunks = RowChunks.make(features, x.dtype.itemsize, config.chunk)
 
     def body(row, refs):
         words = mixed_words(refs["words"]) if "words" in refs else None
-
-        def sum_over_row(part):
-            """Sums over the row the values that `part` computes for some columns."""
-            accumulate = lambda i, sums: map_row(jnp.add, sums, part(pl.ds(i * chunk, chunk), segments))  # noqa: E731
-            total = row_sum(lax.fori_loop(0, trips, accumulate, zeros_row(segments)), segments)
-            return total + row_sum(part(whole, rest), rest) if rest else total
 
         def first_read(columns, segments):
             return to_float32(_sum_of(norm, row, refs, words, columns, segments, features))
@@ -169,20 +154,12 @@ def _chunked_row(norm, x, config):
 
         means = []
         for _ in range(norm.mean_passes(x.dtype)):
-            means.append(sum_over_row(read_again if means else first_read) * (1.0 / features))
+            read = read_again if means else first_read
+            means.append(chunks.sums(lambda *part, read=read: [read(*part)], 1)[0] * (1.0 / features))
         read = read_again if means else first_read
-        squares = sum_over_row(lambda columns, segments: map_row(jnp.square, read(columns, segments)))
+        (squares,) = chunks.sums(lambda *part: [map_row(jnp.square, read(*part))], 1)
         inverse = lax.rsqrt(squares * (1.0 / features) + norm.epsilon)
-
-        def write(columns, segments):
-            _store_output(row, refs, columns, segments, read_again(columns, segments), inverse)
-
-        @pl.loop(0, trips)
-        def loop(i):
-            write(pl.ds(i * chunk, chunk), segments)
-
-        if rest:
-            write(whole, rest)
-        _store_statistics(refs, HeldRows(at=row, segments=segments), (inverse, *means))
+        chunks.each(lambda columns, s: _store_output(row, refs, columns, s, read_again(columns, s), inverse))
+        _store_statistics(refs, HeldRows(at=row, segments=chunks.segments), (inverse, *means))
 
     return body

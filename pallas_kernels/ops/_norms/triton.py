@@ -125,15 +125,17 @@ def norm_backward(
 def apply_norm(
     norm: Norm,
     x: jax.Array,
-    *,
     scale: jax.Array | None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    *,
+    returns_total: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns y and, with a residual, the sum that was normalised. x: (..., features). Differentiable."""
+    """Returns y and the sum that was normalised; see `apply.apply_norm`. Differentiable."""
     shape = (math.prod(x.shape[:-1]), x.shape[-1])
-    residual = None if residual is None else residual.reshape(shape)
-    y, total = _norm_rows(norm, x.reshape(shape), scale, bias, residual)  # pyright: ignore[reportGeneralTypeIssues]
+    rows = None if residual is None else residual.reshape(shape)
+    y, total = _norm_rows(norm, x.reshape(shape), scale, bias, rows)  # pyright: ignore[reportGeneralTypeIssues]
+    total = x if total is None and returns_total else total
     return y.reshape(x.shape), None if total is None else total.reshape(x.shape)
 
 

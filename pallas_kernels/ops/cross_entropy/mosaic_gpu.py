@@ -20,27 +20,17 @@ from jax import lax
 from pallas_kernels.ops.cross_entropy.config import ForwardConfig, default_forward
 from pallas_kernels.ops.cross_entropy.formula import Terms, weight_of_row
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_ring import ring_kernel
-from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import RowSplit, write_gradient
+from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import block_part, write_gradient
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.row_kernel import HeldRows, RowChunks, held_segments, row_kernel
 from pallas_kernels.primitives.rows import (
     LOWEST,
-    line_max,
-    line_sums,
-    load_lines,
     load_row,
     map_row,
-    over_lines,
-    row_columns,
     row_max,
-    row_of_block,
     row_sum,
-    short_rows_at_once,
-    split_row,
-    split_short_rows,
-    store_row,
     to_float32,
 )
 
@@ -73,10 +63,8 @@ def cross_entropy_forward(
         outputs = ring_kernel(*operands, terms=terms, config=config)
     elif config.loads == "split":
         outputs = _split_kernels(*operands, terms=terms, with_gradient=with_gradient, chunk=config.chunk)
-    elif short_rows_at_once(logits.shape, logits.dtype.itemsize):
-        outputs = _short_rows_kernel(*operands, terms=terms, with_gradient=with_gradient)
     else:
-        outputs = _registers_kernel(*operands, terms=terms, with_gradient=with_gradient)
+        outputs = _whole_rows_kernel(*operands, terms=terms, with_gradient=with_gradient)
     losses, maximum, total, *gradient = (varying_like(output, *operands) for output in outputs)
     return losses, (maximum, total), gradient[0] if gradient else None
 
@@ -86,86 +74,55 @@ def _out_types(logits: jax.Array, *, with_gradient: bool) -> tuple[jax.ShapeDtyp
     return (jax.ShapeDtypeStruct(logits.shape[:1], jnp.float32),) * 3 + gradient
 
 
-def _registers_kernel(logits, labels, *weights, terms: Terms, with_gradient: bool):
-    segments = split_row(terms.vocabulary, logits.dtype.itemsize)
+def _whole_rows_kernel(logits, labels, weights=None, *, terms: Terms, with_gradient: bool):
+    at_once, segments = held_segments(logits.shape, logits.dtype.itemsize)
+    name = "cross_entropy_with_gradient" if with_gradient else "cross_entropy"
+    out_types = _out_types(logits, with_gradient=with_gradient)
+    is_each = weights is not None and weights.shape[0] > 1
 
-    def kernel(*refs):
-        row = lax.axis_index("row")
-        gradient_ref: Any = refs[-1] if with_gradient else None
-        *inputs, loss_ref, maximum_ref, total_ref = refs[:-1] if with_gradient else refs
-        logits_ref, labels_ref, *weights_ref = inputs
-        token = terms.token(labels_ref[row], weight_of_row(weights_ref, row))
-        target = logits_ref[row, token.label].astype(jnp.float32)
-        values = to_float32(load_row(logits_ref.at[row], segments))
-        maximum = jnp.maximum(row_max(values, segments), LOWEST)
-        total = row_sum(map_row(lambda v: jnp.exp(v - maximum), values), segments)
-        logit_sum = row_sum(values, segments) if terms.label_smoothing else None
+    def compute(row, refs):
+        held = HeldRows(at=row, segments=segments)
+        if is_each:
+            weight = held.load_value(refs["weights"])
+        else:
+            weight = weight_of_row([refs["weights"]] if "weights" in refs else [], jnp.int32(0))
+        token = terms.token(held.load_value(refs["labels"]), weight)
+        values = held.load(refs["logits"])
+        target = held.element(refs["logits"], values, token.label)
+        maximum = jnp.maximum(held.max(values), LOWEST)
+        highest = held.spread(maximum)
+        total = held.sum(map_row(lambda v: jnp.exp(v - highest), values))
+        logit_sum = held.sum(values) if terms.label_smoothing else None
         if with_gradient:
-            slope = terms.slope(maximum, total, token)
-            gradient = map_row(lambda v, c: slope(v, c == token.label), values, row_columns(segments))
-            store_row(gradient_ref.at[row], gradient, segments)
-        loss_ref[row] = terms.loss(token, maximum, total, target, logit_sum)
-        maximum_ref[row], total_ref[row] = maximum, total
+            label, weight = held.spread(token.label), held.spread(token.weight)
+            slope = terms.slope(highest, held.spread(total), replace(token, label=label, weight=weight))
+            held.store(refs["gradient"], map_row(lambda v, c: slope(v, c == label), values, held.columns))
+        held.store_value(refs["loss"], terms.loss(token, maximum, total, target, logit_sum))
+        held.store_value(refs["maximum"], maximum)
+        held.store_value(refs["total"], total)
 
-    kernel.__name__ = kernel.__qualname__ = "cross_entropy_with_gradient" if with_gradient else "cross_entropy"
-    return settings.kernel(
-        kernel,
-        out_type=_out_types(logits, with_gradient=with_gradient),
-        grid=(logits.shape[0],),
-        grid_names=("row",),
+    results = row_kernel(
+        compute,
+        {"logits": logits, "labels": labels, "weights": weights},
+        dict(zip(("loss", "maximum", "total", "gradient"), out_types, strict=False)),
+        name=name,
         compiler_params=compiler_params(logits.dtype),
-    )(logits, labels, *weights)
-
-
-def _short_rows_kernel(logits, labels, *weights, terms: Terms, with_gradient: bool):
-    rows, at_once = logits.shape[0], short_rows_at_once(logits.shape, logits.dtype.itemsize)
-    segments = split_short_rows(terms.vocabulary, logits.dtype.itemsize, rows=at_once)
-
-    def wide(line_values):
-        return over_lines(line_values, segments[:1])[0]
-
-    def kernel(*refs):
-        row = row_of_block(lax.axis_index("block"), rows, at_once)
-        gradient_ref: Any = refs[-1] if with_gradient else None
-        *inputs, loss_ref, maximum_ref, total_ref = refs[:-1] if with_gradient else refs
-        logits_ref, labels_ref, *weights_ref = inputs
-        is_each = bool(weights_ref) and weights_ref[0].shape[0] > 1
-        weight = load_lines(weights_ref[0].at[row], segments) if is_each else weight_of_row(weights_ref, jnp.int32(0))
-        token = terms.token(load_lines(labels_ref.at[row], segments), weight)
-        label = wide(token.label)
-        values, columns = to_float32(load_row(logits_ref.at[row], segments)), row_columns(segments)
-        target = line_sums(map_row(lambda v, c: jnp.where(c == label, v, jnp.float32(0)), values, columns), segments)
-        maximum = jnp.maximum(line_max(values), LOWEST)
-        highest = wide(maximum)
-        total = line_sums(map_row(lambda v: jnp.exp(v - highest), values), segments)
-        logit_sum = line_sums(values, segments) if terms.label_smoothing else None
-        if with_gradient:
-            slope = terms.slope(highest, wide(total), replace(token, label=label, weight=wide(token.weight)))
-            store_row(gradient_ref.at[row], map_row(lambda v, c: slope(v, c == label), values, columns), segments)
-        store(loss_ref.at[row], terms.loss(token, maximum, total, target, logit_sum))
-        store(maximum_ref.at[row], maximum)
-        store(total_ref.at[row], total)
-
-    kernel.__name__ = kernel.__qualname__ = "cross_entropy_with_gradient" if with_gradient else "cross_entropy"
-    return settings.kernel(
-        kernel,
-        out_type=_out_types(logits, with_gradient=with_gradient),
-        grid=(pl.cdiv(rows, at_once),),
-        grid_names=("block",),
-        compiler_params=compiler_params(logits.dtype),
-    )(logits, labels, *weights)
+        rows=logits.shape[0],
+        at_once=at_once,
+    )
+    return tuple(results.values())
 
 
 def _split_kernels(logits, labels, *weights, terms: Terms, with_gradient: bool, chunk: int):
     rows, vocabulary = logits.shape
-    split = RowSplit.make(vocabulary, logits.dtype.itemsize, chunk)
+    chunks = RowChunks.make(vocabulary, logits.dtype.itemsize, chunk)
     # Maxima, sums of exponentials and, for label smoothing, sums of logits.
     kinds = 3 if terms.label_smoothing else 2
 
     def cross_entropy_parts(logits_ref, *part_refs):
-        row, part = split.block_part()
+        row, part = block_part(chunks.parts)
 
-        def summarize(_, columns, segments):
+        def summarize(columns, segments):
             values = to_float32(load_row(logits_ref.at[row, columns], segments))
             maximum = jnp.maximum(row_max(values, segments), LOWEST)
             part_refs[0][row, part] = maximum
@@ -173,21 +130,21 @@ def _split_kernels(logits, labels, *weights, terms: Terms, with_gradient: bool, 
             if terms.label_smoothing:
                 part_refs[2][row, part] = row_sum(values, segments)
 
-        split.run(part, summarize)
+        chunks.at(part, summarize)
 
     def cross_entropy_from_parts(*refs):
         whole_rows = (lax.axis_index("block"), jnp.int32(0))
-        row, part = split.block_part(reversed_rows=rows) if with_gradient else whole_rows
+        row, part = block_part(chunks.parts, reversed_rows=rows) if with_gradient else whole_rows
         gradient_ref: Any = refs[-1] if with_gradient else None
         *inputs, loss_ref, maximum_ref, total_ref = refs[:-1] if with_gradient else refs
         logits_ref, labels_ref, *inputs = inputs
         part_refs, weights_ref = inputs[:kinds], inputs[kinds:]
         token = terms.token(labels_ref[row], weight_of_row(weights_ref, row))
         target = logits_ref[row, token.label].astype(jnp.float32)
-        maxima = [part_refs[0][row, i] for i in range(split.parts)]
+        maxima = [part_refs[0][row, i] for i in range(chunks.parts)]
         maximum = functools.reduce(jnp.maximum, maxima)
         total, logit_sum = jnp.float32(0), jnp.float32(0)
-        for i in range(split.parts):
+        for i in range(chunks.parts):
             total += part_refs[1][row, i] * jnp.exp(maxima[i] - maximum)
             if terms.label_smoothing:
                 logit_sum += part_refs[2][row, i]
@@ -200,16 +157,16 @@ def _split_kernels(logits, labels, *weights, terms: Terms, with_gradient: bool, 
 
         if with_gradient:
             slope = terms.slope(maximum, total, token)
-            write_gradient(logits_ref.at[row], gradient_ref.at[row], split, part, slope, token.label)
+            write_gradient(logits_ref.at[row], gradient_ref.at[row], chunks, part, slope, token.label)
 
     launch = functools.partial(settings.kernel, grid_names=("block",), compiler_params=compiler_params(logits.dtype))
     parts = launch(
         cross_entropy_parts,
-        out_type=(jax.ShapeDtypeStruct((rows, split.parts), jnp.float32),) * kinds,
-        grid=(rows * split.parts,),
+        out_type=(jax.ShapeDtypeStruct((rows, chunks.parts), jnp.float32),) * kinds,
+        grid=(rows * chunks.parts,),
     )(logits)
     return launch(
         cross_entropy_from_parts,
         out_type=_out_types(logits, with_gradient=with_gradient),
-        grid=(rows * split.parts if with_gradient else rows,),
+        grid=(rows * chunks.parts if with_gradient else rows,),
     )(logits, labels, *parts, *weights)

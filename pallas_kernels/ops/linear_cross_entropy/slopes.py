@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.cross_entropy.formula import Slope
-from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import RowSplit, write_gradient
+from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import write_gradient
 from pallas_kernels.ops.linear_cross_entropy.config import CHUNK_UNIT
 from pallas_kernels.ops.linear_cross_entropy.launch import problem_of, product_kernel
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import BINARY, load_rows, spread
@@ -23,6 +23,7 @@ from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.operands import padded_vector
 from pallas_kernels.primitives.gemm.store import Pieces
 from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.row_kernel import RowChunks
 
 _COLUMNS = 8192
 """Columns per block in the kernel that turns kept logits into gradients."""
@@ -84,7 +85,7 @@ def chunk_gradients(hidden, w, slopes, logits, first, *, width, kept_rows, confi
 
 def _from_logits(logits, slopes, rows, first, width, *, kept_rows) -> jax.Array:
     """Computes the gradients of kept logits in one pass: (rows, width), of which only `kept_rows` are written."""
-    cut = RowSplit.make(width, logits.dtype.itemsize, _COLUMNS)
+    cut = RowChunks.make(width, logits.dtype.itemsize, _COLUMNS)
 
     def linear_cross_entropy_slopes(logits_ref, slopes_ref, first_ref, d_ref):
         row, part = lax.axis_index("row"), lax.axis_index("part")

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.softmax.config import CAUSAL_PIECES, MOST_REPEATED
+from pallas_kernels.primitives.row_kernel import RowChunks
 from pallas_kernels.primitives.rows import (
     LANES,
     WARPS,
@@ -78,6 +79,12 @@ class Masking:
         """Returns the last column that a row keeps."""
         assert self.queries is not None
         return lax.rem(row, self.queries)
+
+    def chunks_needed(self, row: jax.Array, chunks: RowChunks) -> jax.Array | int:
+        """Returns how many chunks of a row it takes to hold the columns that the row keeps."""
+        if self.queries is None:
+            return chunks.trips
+        return jnp.minimum(chunks.trips, self.query(row) // chunks.chunk + 1)
 
     def apply(self, values: RowValues, mask: RowValues | None, columns: RowValues, row: jax.Array) -> RowValues:
         """Computes scores in float32; -inf where masked."""

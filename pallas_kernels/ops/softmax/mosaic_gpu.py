@@ -8,7 +8,6 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 201
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -20,11 +19,9 @@ from jax import lax
 from pallas_kernels.ops.softmax.config import DEFAULT_FORWARD, RowConfig
 from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, load_mask, whole_row_segments
 from pallas_kernels.ops.softmax.rounding import MOST_EXACT, normalise, online_add, sum_of_weights
-from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.row_kernel import RowChunks, row_kernel
 from pallas_kernels.primitives.rows import (
     LOWEST,
-    RowValues,
     Segment,
     even_pieces,
     full_row,
@@ -32,9 +29,7 @@ from pallas_kernels.primitives.rows import (
     map_row,
     row_index,
     row_max,
-    row_of_block,
     row_sum,
-    split_row,
     store_row,
     sum_of,
     zeros_row,
@@ -60,27 +55,24 @@ def softmax_forward(
     """
     config = config or DEFAULT_FORWARD
     is_whole = x.shape[1] <= config.register_columns
-    rows, at_once = x.shape[0], masking.rows_at_once(x) if is_whole else 0
-    parts = masking.parts(rows) if at_once else 1
-    row_of = functools.partial(row_of_block, rows=rows, at_once=at_once, parts=parts)
+    at_once = masking.rows_at_once(x) if is_whole else 0
     body = (_whole_row_body if is_whole else _online_body)(without_values(x), masking, config)
 
-    def softmax(x_ref, y_ref):
-        body(row_of(lax.axis_index("block")), x_ref, None, y_ref)
+    def compute(row, refs):
+        mask_row = refs["mask"].at[masking.mask_rows(row)] if "mask" in refs else None
+        body(row, refs["x"], mask_row, refs["y"])
 
-    def softmax_masked(x_ref, mask_ref, y_ref):
-        row = row_of(lax.axis_index("block"))
-        body(row, x_ref, mask_ref.at[masking.mask_rows(row)], y_ref)
-
-    operands = (x,) if mask is None else (x, mask)
-    y = settings.kernel(
-        softmax if mask is None else softmax_masked,
-        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(parts * pl.cdiv(rows // parts, at_once or 1),),
-        grid_names=("block",),
+    results = row_kernel(
+        compute,
+        {"x": x, "mask": mask},
+        {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)},
+        name="softmax" if mask is None else "softmax_masked",
         compiler_params=compiler_params(x.dtype),
-    )(*operands)
-    return varying_like(y, *operands)
+        rows=x.shape[0],
+        at_once=at_once,
+        parts=masking.parts(x.shape[0]) if at_once else 1,
+    )
+    return results["y"]
 
 
 def _whole_row_body(x, masking, config):
@@ -102,30 +94,23 @@ def _whole_row_body(x, masking, config):
 
 
 def _online_body(x, masking, config):
-    features, itemsize = x.shape[1], x.dtype.itemsize
+    itemsize = x.dtype.itemsize
     is_exact = itemsize == 4
-    chunk = min(config.chunk, features)
-    trips = features // chunk
-    segments = split_row(chunk, itemsize, stride=features)
-    pieces = even_pieces(chunk, itemsize, stride=features)
-    rest = split_row(features - trips * chunk, itemsize, offset=trips * chunk, stride=features)
+    chunks = RowChunks.make(x.shape[1], itemsize, config.chunk)
+    pieces, rest = even_pieces(chunks.chunk, itemsize, stride=chunks.features), chunks.rest
 
     def body(row, x_ref, mask_row, y_ref):
         def scores(first, segments):
             """Computes the scores of segments whose columns count from `first`."""
-            part = pl.ds(first, chunk) if segments is not rest else pl.ds(0, features)
+            part = pl.ds(first, chunks.chunk) if segments is not rest else chunks.whole
             values = load_row(x_ref.at[row, part], segments)
             mask = None if mask_row is None else load_row(mask_row.at[part], segments)
             return masking.apply(values, mask, columns_from(segments, first, masking), row)
 
-        needed = trips if masking.queries is None else jnp.minimum(trips, masking.query(row) // chunk + 1)
-
-        def accumulate(i, state):
-            return online_add(state, scores(i * chunk, pieces))
-
-        highest, totals = lax.fori_loop(
-            0, needed, accumulate, (full_row(pieces[:1], LOWEST)[0], zeros_row(pieces[:1])[0])
-        )
+        needed = masking.chunks_needed(row, chunks)
+        start = full_row(pieces[:1], LOWEST)[0], zeros_row(pieces[:1])[0]
+        add = lambda i, state: online_add(state, scores(i * chunks.chunk, pieces))  # noqa: E731
+        highest, totals = lax.fori_loop(0, needed, add, start)
         maximum = jnp.max(highest)
         tail = scores(0, rest) if rest else ()
         if rest:
@@ -134,21 +119,13 @@ def _online_body(x, masking, config):
         if rest:
             total += row_sum(map_row(lambda v: jnp.exp(v - maximum), tail), rest)
 
-        def write(columns, segments: tuple[Segment, ...], values: RowValues):
+        def write(columns, segments: tuple[Segment, ...]):
+            values = tail if segments is rest else scores(columns.start, segments)
             values = map_row(lambda v: jnp.exp(v - maximum), values)
             store_row(y_ref.at[row, columns], normalise(values, total, is_exact=is_exact), segments)
 
-        if rest:
-            write(pl.ds(0, features), rest, tail)
-
-        @pl.loop(0, needed)
-        def _(i):
-            write(pl.ds(i * chunk, chunk), segments, scores(i * chunk, segments))
-
+        chunks.each(write, needed=needed)
         if masking.queries is not None:
-
-            @pl.loop(needed, trips)
-            def _(i):
-                store_row(y_ref.at[row, pl.ds(i * chunk, chunk)], zeros_row(segments), segments)
+            chunks.fill_zeros(y_ref.at[row], needed)
 
     return body

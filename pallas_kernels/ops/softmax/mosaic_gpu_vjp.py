@@ -31,6 +31,7 @@ from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.ops.softmax.rounding import quotient, remainder
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.row_kernel import RowChunks, row_kernel
 from pallas_kernels.primitives.rows import (
     WARPS,
     WarpSegment,
@@ -38,9 +39,7 @@ from pallas_kernels.primitives.rows import (
     load_row,
     map_row,
     row_index,
-    row_of_block,
     row_sum,
-    split_row,
     split_warp_row,
     store_row,
     to_float32,
@@ -59,21 +58,17 @@ def softmax_backward(
     if is_long and masking.queries is None and fits_shared_memory(features, weights.dtype.itemsize, config):
         return varying_like(_shared_row_gradient(weights, dy, masking=masking, config=config), weights, dy)
     masking = replace(masking, mask_index=())  # the weights have it
-    at_once = masking.rows_at_once(weights)
-    make_body = _chunked_body if is_long else _whole_row_body
-    body = make_body(without_values(weights), masking, config)
-
-    def softmax_gradient(weights_ref, dy_ref, dx_ref):
-        body(row_of_block(lax.axis_index("block"), rows, at_once), weights_ref, dy_ref, dx_ref)
-
-    dx = settings.kernel(
-        softmax_gradient,
-        out_type=jax.ShapeDtypeStruct(weights.shape, weights.dtype),
-        grid=(pl.cdiv(rows, at_once or 1),),
-        grid_names=("block",),
+    body = (_chunked_body if is_long else _whole_row_body)(without_values(weights), masking, config)
+    results = row_kernel(
+        lambda row, refs: body(row, refs["weights"], refs["dy"], refs["dx"]),
+        {"weights": weights, "dy": dy},
+        {"dx": jax.ShapeDtypeStruct(weights.shape, weights.dtype)},
+        name="softmax_gradient",
         compiler_params=compiler_params(weights.dtype),
-    )(weights, dy)
-    return varying_like(dx, weights, dy)
+        rows=rows,
+        at_once=masking.rows_at_once(weights),
+    )
+    return results["dx"]
 
 
 def _gradient(p, centered, scale):
@@ -107,45 +102,27 @@ def _whole_row_body(weights, masking, config):
 
 
 def _chunked_body(weights, masking, config):
-    features, itemsize = weights.shape[1], weights.dtype.itemsize
-    chunk = min(config.chunk, features)
-    trips = features // chunk
-    segments = split_row(chunk, itemsize, stride=features)
-    rest = split_row(features - trips * chunk, itemsize, offset=trips * chunk, stride=features)
+    chunks = RowChunks.make(weights.shape[1], weights.dtype.itemsize, config.chunk)
 
     def body(row, weights_ref, dy_ref, dx_ref):
-        whole = pl.ds(0, features)
-        needed = trips if masking.queries is None else jnp.minimum(trips, masking.query(row) // chunk + 1)
+        needed = masking.chunks_needed(row, chunks)
 
         def load(columns, segments):
             return tuple(to_float32(load_row(ref.at[row, columns], segments)) for ref in (weights_ref, dy_ref))
 
-        def accumulate(i, sums):
-            p, dy = load(pl.ds(i * chunk, chunk), segments)
-            return map_row(lambda s, p, d: s + p * d, sums[0], p, dy), map_row(jnp.add, sums[1], p)
+        def terms(columns, segments):
+            p, dy = load(columns, segments)
+            return map_row(jnp.multiply, p, dy), p
 
-        sums = lax.fori_loop(0, needed, accumulate, (zeros_row(segments), zeros_row(segments)))
-        product, total = (row_sum(values, segments) for values in sums)
-        if rest:
-            p, dy = load(whole, rest)
-            product, total = product + row_sum(map_row(jnp.multiply, p, dy), rest), total + row_sum(p, rest)
-        product = quotient(product, total)
+        mean = quotient(*chunks.sums(terms, 2, needed=needed))
 
         def write(columns, segments):
-            dx = map_row(lambda p, d: _gradient(p, d - product, masking.scale), *load(columns, segments))
+            dx = map_row(lambda p, d: _gradient(p, d - mean, masking.scale), *load(columns, segments))
             store_row(dx_ref.at[row, columns], dx, segments)
 
-        @pl.loop(0, needed)
-        def _(i):
-            write(pl.ds(i * chunk, chunk), segments)
-
-        if rest:
-            write(whole, rest)
+        chunks.each(write, needed=needed)
         if masking.queries is not None:
-
-            @pl.loop(needed, trips)
-            def _(i):
-                store_row(dx_ref.at[row, pl.ds(i * chunk, chunk)], zeros_row(segments), segments)
+            chunks.fill_zeros(dx_ref.at[row], needed)
 
     return body
 

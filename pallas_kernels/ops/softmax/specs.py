@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_kernels.ops.softmax.api import masking_of, softmax
-from pallas_kernels.ops.softmax.forms import FORMS, FUSED
 from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
 from pallas_kernels.ops.softmax.reference import softmax_reference
 from pallas_kernels.spec_builders import array_call, backward_passes, calls, traffic
@@ -62,17 +60,6 @@ def _xla_backward(*, x, cotangents, axis=-1, **arguments):
     # Divides as the kernel does, since x does not sum to one; the sum costs XLA no further read.
     mean = jnp.sum(p * dy, axis=-1, keepdims=True) / jnp.sum(p, axis=-1, keepdims=True)
     return ((p * (dy - mean) * (1.0 if masking.scale is None else masking.scale)).astype(x.dtype),)
-
-
-def _form(*, x, form):
-    return (form(*_rows(x)).reshape(x.shape),)
-
-
-def _variants(phase, arguments):
-    """Returns the forms that a study compares with the kernel."""
-    if phase == "backward" or set(arguments) != {"x"} or arguments["x"].shape[-1] > 16384:
-        return {}
-    return {f"form: {name}": partial(_form, form=form) for name, form in FORMS.items() if name != FUSED}
 
 
 SOFTMAX = OpSpec(
@@ -129,5 +116,4 @@ SOFTMAX = OpSpec(
     forward_traffic=traffic(read=("kept", "mask"), written=("x",), kept=_kept_bytes),
     backward_traffic=traffic(read=("kept", "kept"), written=("x",), kept=_kept_bytes),
     backward=backward_passes(mosaic=_backward, triton=_triton_backward, xla=_xla_backward),
-    variants=_variants,
 )
