@@ -28,9 +28,9 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/kernels/test_operations.py -k test_values_and_gradients[rms_norm-mosaic-4x512",
     ),
     "rope's gradient turns forward": (
-        "pallas_kernels/ops/rope/mosaic_gpu.py",
-        "sine = -sine if inverse else sine",
-        "sine = sine",
+        "pallas_kernels/ops/rope/heads_kernel.py",
+        "return cosine, -sine if self.plan.is_backward else sine",
+        "return cosine, sine",
         "tests/kernels/test_operations.py -k test_values_and_gradients[rope-mosaic",
     ),
     "a causal query does not see its own key": (

@@ -1,6 +1,8 @@
-"""What is particular to rope: angles, and which heads a warpgroup can share."""
+"""What is particular to rope: angles, tiles of heads, and positions."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from draws import normal
 
 from pallas_kernels import rope
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
-from pallas_kernels.ops.rope.pairs import head_tile
+from pallas_kernels.ops.rope.pairs import HeadTile
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0, 2.0])
@@ -44,16 +46,29 @@ def test_backward_undoes_forward(seed):
     np.testing.assert_allclose(back, query, atol=2e-6, err_msg=f"seed={seed}")
 
 
-@pytest.mark.parametrize(("heads", "half"), [(32, 64), (8, 64), (4, 64), (12, 32), (4, 128), (16, 256), (64, 8)])
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("access_bytes", [4, 8, 16])
-def test_tiles_divide_the_heads(heads, half, itemsize, access_bytes):
-    tile = head_tile(heads, half, itemsize, access_bytes=access_bytes)
-    if tile is None:
-        assert heads * half < 128 or (access_bytes == itemsize and half < 32)
-        return
-    assert heads % tile.heads == 0 and tile.heads * half % (128 * tile.vector) == 0
-    assert tile.vector * itemsize <= access_bytes and half % tile.vector == 0
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 256, 512])
+@pytest.mark.parametrize("vector", [1, 2, 4, 8])
+def test_a_warpgroup_shares_a_tile_evenly(size, vector):
+    tile = HeadTile.of(size, vector)
+    assert tile.rows % 4 == 0 and tile.half == size // 2
+    assert tile.vector <= vector and tile.half % tile.vector == 0
+    assert tile.rows * tile.half % (128 * tile.vector) == 0
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "sizes", [(2, 16, 3, 1, 32), (3, 5, 2, 2, 64), (1, 2, 5, 3, 128)], ids=["repeated", "ragged", "few rows"]
+)
+def test_positions_that_a_batch_shares(sizes, dtype, interleaved, seed):
+    batch, tokens, heads, key_heads, size = sizes
+    query, key = (normal(seed + i, (batch, tokens, n, size), dtype) for i, n in enumerate((heads, key_heads)))
+    run = partial(rope, query, key, 7 * jnp.arange(tokens), interleaved=interleaved)
+    step = float(jnp.finfo(dtype).eps)
+    for got, exact in zip(run(implementation="mosaic"), run(implementation="xla"), strict=True):
+        got, exact = np.asarray(got, np.float32), np.asarray(exact, np.float32)
+        np.testing.assert_allclose(got, exact, rtol=2 * step, atol=2e-5, err_msg=f"seed={seed}")
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def test_plan_that_the_block_cannot_use_says_why():
     ("changed", "refused"),
     [
         ({"num_heads": 6, "num_kv_heads": 2}, {}),
-        ({"head_dim": 96}, {"qkv_projection": "heads are 96 wide", "rope": "query has 32 heads of 96"}),
+        ({"head_dim": 96}, {"qkv_projection": "heads are 96 wide", "rope": "heads are 96 wide"}),
         (
             {"hidden_size": 96},
             {

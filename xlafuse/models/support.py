@@ -71,8 +71,7 @@ def refusal(site: str, config: BlockConfig) -> str | None:
     if site == "rope" and config.rope_theta is None:
         return f"{config.name} has no rotary embedding"
     if site == "rope":
-        query, key = token(config.num_heads, config.head_dim), token(config.num_kv_heads, config.head_dim)
-        return rope.mosaic_unsupported(query, key, interleaved=False)
+        return rope.mosaic_unsupported(token(config.num_heads, config.head_dim))
     if site == "qkv_projection":
         sizes = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         weights = tuple(matrix(config.hidden_size, size) for size in sizes)

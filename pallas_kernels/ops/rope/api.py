@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate, takes_any_heads
-from pallas_kernels.ops.rope.pairs import Pairs, head_tile
+from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 from pallas_kernels.ops.rope.reference import rope_reference
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_flag
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
+
+HEAD_SIZES = (16, 32, 64, 128, 256, 512)
 
 
 @usual_promotion
@@ -43,10 +44,9 @@ def rope(
             do (GPT-NeoX, Llama).
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Its angles are exact
-            for all positions. Head sizes must be powers of two, at least 16, and heads a multiple of 4; or any number
-            of heads of 64, 128 or 256 columns, not interleaved.
+            for all positions. Head sizes must be powers of two, from 16 to 512.
             "xla": always runs; its angles are float32.
-            None: "mosaic" if it can run, else "xla".
+            None: "mosaic" if it can run, for at least 4 tokens; else "xla".
 
     Returns:
         The rotated query and key.
@@ -62,8 +62,9 @@ def rope(
     theta = positive_number("rope", "theta", theta)
     interleaved = static_flag("rope", "interleaved", interleaved)
     _check(query, key, positions)
-    support = {"mosaic": partial(mosaic_unsupported, query, key, interleaved=interleaved), "xla": lambda: None}
-    chosen = choose("rope", implementation, support, preferred=("mosaic",))
+    support = {"mosaic": partial(mosaic_unsupported, query), "xla": lambda: None}
+    has_tile = query.shape[0] * query.shape[1] >= 4  # fewer tokens are padded, which takes launches
+    chosen = choose("rope", implementation, support, preferred=("mosaic",) if has_tile else ())
     if chosen == "xla" or query.size == 0 or key.size == 0:
         return rope_reference(query, key, positions, theta=theta, interleaved=interleaved)
     operands = varying_alike((query, key, positions))
@@ -71,22 +72,12 @@ def rope(
     return rotated
 
 
-def mosaic_unsupported(query: jax.Array, key: jax.Array, *, interleaved: bool) -> str | None:
+def mosaic_unsupported(query: jax.Array) -> str | None:
     """Returns why the Mosaic GPU kernel cannot take these arguments here, or None if it can."""
     if reason := dtypes_unsupported(query=query):
         return reason
-    pairs = Pairs(dtype=query.dtype, is_interleaved=interleaved)
-    if takes_any_heads(query, interleaved=interleaved):
-        return mosaic_gpu_unsupported()
-    for name, array in (("query", query), ("key", key)):
-        heads, head_size = array.shape[2:]
-        tile = head_tile(heads, head_size // 2, pairs.unit_bytes, access_bytes=pairs.widest_access)
-        if array.size and tile is None:
-            return (
-                f"{name} has {heads} heads of {head_size}; a warpgroup shares a token's heads in multiples of 4, more "
-                "for head sizes below 128, and only head sizes that are powers of two; or any number of heads of 64, "
-                "128 or 256, not interleaved"
-            )
+    if query.shape[-1] not in HEAD_SIZES:
+        return f"heads are {query.shape[-1]} wide; the kernel rotates heads of {', '.join(map(str, HEAD_SIZES))}"
     return mosaic_gpu_unsupported()
 
 

@@ -1,7 +1,7 @@
-"""The norm and rotation of any numbers of heads, forward and backward: for `qkv_projection`, and for `rope`.
+"""The norm and rotation of any numbers of heads, forward and backward: for `rope`, and for `qkv_projection`.
 
 `qkv_projection` normalises heads here, and rotates them with it; without norms its product's epilogue rotates. With
-norms or biases its backward pass runs here, too. `rope` rotates numbers of heads here that its own kernel cannot take.
+norms or biases its backward pass runs here, too.
 
 With p a head of a product, r = 1 / sqrt(mean(p**2) + epsilon) and g its cotangent, rotated back, the gradients are
 
@@ -14,14 +14,15 @@ XLA adds the blocks' sums over rows in a fixed order, so results repeat bit for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.ops.rope.angles import turns
-from pallas_kernels.ops.rope.heads_kernel import Part, Plan, row_tile, run_block
+from pallas_kernels.ops.rope.heads_kernel import Part, Plan, run_block
+from pallas_kernels.ops.rope.pairs import HeadTile, Pairs
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.elementwise import COMPILER_PARAMS
 from pallas_kernels.primitives.platform import target_device, varying_like
@@ -88,19 +89,25 @@ def launch_heads(
     theta: float | None,
     is_backward: bool,
     name: str,
+    is_interleaved: bool = False,
     config: HeadsConfig | None = None,
 ) -> tuple[HeadResult, ...]:
-    """Normalises and rotates heads of `size` columns, 64, 128 or 256, or computes the gradient of that.
+    """Normalises and rotates heads of `size` columns, a power of two, or computes the gradient of that.
 
-    positions: (rows,) int32, if any are rotated, with the base `theta` of the frequencies. name: the kernel's.
+    positions: (rows,) int32, or fewer that repeat, if any are rotated, with the base `theta` of the frequencies.
+    name: the kernel's. is_interleaved: whether neighbouring columns are pairs, without norms and biases.
     """
     busy = [each for each in heads if each.has_work]
     rows, half = busy[0].array.shape[0], size // 2
-    plan = _plan(busy, size=size, is_backward=is_backward, config=config or HeadsConfig())
+    pairs = Pairs(dtype=busy[0].array.dtype, is_interleaved=is_interleaved)
+    plan = _plan(busy, size=size, pairs=pairs, is_backward=is_backward, config=config or HeadsConfig())
+    if positions is not None and positions.size != rows and positions.size % plan.tile.rows == 0:
+        plan = replace(plan, period=positions.size)
+    elif positions is not None and positions.size != rows:
+        positions = jnp.tile(positions, rows // positions.size)
 
     def view(array: jax.Array, fill: float) -> jax.Array:
-        padding = ((0, plan.rows - rows), (0, 0))
-        return jnp.pad(array, padding, constant_values=fill).reshape(plan.rows, -1, 2, half)
+        return pairs.view(jnp.pad(array, ((0, plan.rows - rows), (0, 0)), constant_values=fill), size)
 
     operands: dict[str, jax.Array] = {}
     out_types: dict[str, jax.ShapeDtypeStruct] = {}
@@ -112,16 +119,16 @@ def launch_heads(
         if each.scale is not None:
             operands[f"scale {part.index}"] = each.scale.reshape(2, half)
         if part.has_result:
-            shape = (plan.rows, part.heads, 2, half)
-            out_types[f"result {part.index}"] = jax.ShapeDtypeStruct(shape, each.array.dtype)
+            viewed = operands[f"array {part.index}"]
+            out_types[f"result {part.index}"] = jax.ShapeDtypeStruct(viewed.shape, viewed.dtype)
     if theta is not None and positions is not None:
-        operands["positions"] = jnp.pad(positions, (0, plan.rows - rows))
+        operands["positions"] = jnp.pad(positions, (0, plan.period - positions.size))
         operands["whole"], operands["fraction"] = (jnp.asarray(table) for table in turns(size, theta))
     scratch = {}
     if sum_lines := plan.sum_lines:
         count = max(lines.stop for lines in sum_lines.values())
         out_types["sums"] = jax.ShapeDtypeStruct((plan.groups, count, 2, half), jnp.float32)
-        scratch["lines"] = plgpu.SMEM((2, plan.tile.heads, half), jnp.float32)
+        scratch["lines"] = plgpu.SMEM((2, plan.tile.rows, half), jnp.float32)
     names = (*operands, *out_types, *scratch)
 
     def kernel(*refs):
@@ -145,15 +152,15 @@ def launch_heads(
             if index == part.index
         }
         if part.has_result:
-            array = found[f"result {part.index}"].reshape(plan.rows, -1)[:rows]
+            array = pairs.restore(found[f"result {part.index}"])[:rows]
         return HeadResult(array=array, **sums)
 
     parts = iter(plan.parts)
     return tuple(result(next(parts), each.array) if each.has_work else HeadResult(array=each.array) for each in heads)
 
 
-def _plan(heads: Sequence[HeadArray], *, size: int, is_backward: bool, config: HeadsConfig) -> Plan:
-    (rows, _), dtype = heads[0].array.shape, heads[0].array.dtype
+def _plan(heads: Sequence[HeadArray], *, size: int, pairs: Pairs, is_backward: bool, config: HeadsConfig) -> Plan:
+    rows = heads[0].array.shape[0]
     parts = tuple(
         Part(
             index=i,
@@ -165,8 +172,8 @@ def _plan(heads: Sequence[HeadArray], *, size: int, is_backward: bool, config: H
         )
         for i, each in enumerate(heads)
     )
-    tile = row_tile(size, config.vector)
-    units, count = -(-rows // tile.heads), sum(part.heads for part in parts)
+    tile = HeadTile.of(size, 1 if pairs.are_apart else config.vector)
+    units, count = -(-rows // tile.rows), sum(part.heads for part in parts)
     has_biases = is_backward and any(part.has_bias for part in parts)
     has_sums = has_biases or (is_backward and any(part.has_scale for part in parts))
     blocks = target_device().core_count * config.blocks_per_core
@@ -180,8 +187,9 @@ def _plan(heads: Sequence[HeadArray], *, size: int, is_backward: bool, config: H
         groups = -(-units // max(1, min(config.trips, units * strips // (4 * blocks))))
     return Plan(
         size=size,
-        rows=max(rows, tile.heads),
-        dtype=dtype,
+        rows=max(rows, tile.rows),
+        period=max(rows, tile.rows),
+        pairs=pairs,
         tile=tile,
         is_backward=is_backward,
         parts=parts,

@@ -19,9 +19,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.ops.rope.angles import cosine_and_sine
-from pallas_kernels.ops.rope.pairs import HeadTile, Members
+from pallas_kernels.ops.rope.pairs import HeadTile, Members, Pairs
 from pallas_kernels.primitives.compat import store
-from pallas_kernels.primitives.rows import LANES
 
 Refs = dict[str, Any]
 Sums = dict[str, list[Members]]
@@ -49,14 +48,16 @@ class Part:
 class Plan:
     """The static parameters of a launch.
 
-    size: columns of a head. rows: at least those of a tile. tile: of each member of a head's pairs; its lines are rows.
+    size: columns of a head. rows: at least those of a tile. period: the positions, which repeat over the rows.
+    tile: of each member of a head's pairs.
     strip: heads of a strip, which divides each part's. at_once: those that are read together; all of a strip with sums
     for biases. groups: of rows, with a block for each strip.
     """
 
     size: int
     rows: int
-    dtype: Any
+    period: int
+    pairs: Pairs
     tile: HeadTile
     is_backward: bool
     parts: tuple[Part, ...]
@@ -88,11 +89,6 @@ class Plan:
         return lines
 
 
-def row_tile(size: int, vector: int) -> HeadTile:
-    """Returns the tile that a warpgroup reads in one access of `vector` values of each thread."""
-    return HeadTile(heads=LANES * vector // (size // 2), half=size // 2, vector=vector)
-
-
 def run_block(plan: Plan, refs: Refs) -> None:
     """Computes a group's rows of one strip."""
     block = lax.axis_index("block")
@@ -117,8 +113,8 @@ class _Strip:
         plan, part, tile = self.plan, self.part, self.plan.tile
 
         def step(i, sums: Sums) -> Sums:
-            start = (i * plan.groups + self.group) * tile.heads
-            rows = pl.ds(jnp.minimum(start, plan.rows - tile.heads), tile.heads)
+            start = (i * plan.groups + self.group) * tile.rows
+            rows = pl.ds(jnp.minimum(start, plan.rows - tile.rows), tile.rows)
             angles = self._angles(rows) if part.is_rotated else None
 
             def heads_step(k, sums: Sums) -> Sums:
@@ -127,10 +123,10 @@ class _Strip:
 
             return lax.fori_loop(0, plan.strip // plan.at_once, heads_step, sums)
 
-        units = pl.cdiv(plan.rows, tile.heads)
+        units = pl.cdiv(plan.rows, tile.rows)
         trips = (units - self.group + plan.groups - 1) // plan.groups
         counts = {kind: 1 if kind == "scale" else plan.strip for i, kind in plan.sum_lines if i == part.index}
-        zero = plgpu.layout_cast(jnp.zeros((tile.heads, tile.half), jnp.float32), tile.layout)
+        zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.half), jnp.float32), tile.layout)
         sums = lax.fori_loop(0, trips, step, {kind: [(zero, zero)] * count for kind, count in counts.items()})
         for kind, values in sums.items():
             first = plan.sum_lines[part.index, kind].start + self.strip * counts[kind]
@@ -141,15 +137,14 @@ class _Strip:
         """Writes the results of a few heads, and returns the sums with them added."""
         plan, tile = self.plan, self.plan.tile
         sources = [self.refs[name] for kind in ("array", "product") if (name := self._name(kind)) in self.refs]
-        loaded = [[_load(source.at[rows, head], tile) for source in sources] for head in heads]
+        loaded = [[plan.pairs.load(source, rows, head, tile) for source in sources] for head in heads]
         gain = self._gain() if self.part.has_scale else None
         for j, (head, values) in enumerate(zip(heads, loaded, strict=True)):
             compute = self._gradient if plan.is_backward else self._result
-            result, scale_terms = compute([_cast(value, jnp.float32) for value in values], gain, angles)
+            result, scale_terms = compute([plan.pairs.members(value) for value in values], gain, angles)
             if self.part.has_result:
-                rounded = _cast(result, plan.dtype)
-                for member, value in enumerate(rounded):
-                    store(self.refs[self._name("result")].at[rows, head, member], value)
+                rounded = _cast(result, plan.pairs.dtype)
+                plan.pairs.store(self.refs[self._name("result")], rows, head, rounded)
                 result = _cast(rounded, jnp.float32)
             sums = self._add(sums, {"scale": (0, scale_terms), "bias": (j, result)}, rows, start)
         return sums
@@ -169,7 +164,10 @@ class _Strip:
         """
         tile = self.plan.tile
         whole, fraction = (_over_rows(self.refs[name], tile) for name in ("whole", "fraction"))
-        positions = plgpu.load(self.refs["positions"].at[rows], layout=tile.layout.reduce(1), optimized=False)
+        own = rows
+        if self.plan.period < self.plan.rows:
+            own = pl.ds(lax.rem(rows.start, self.plan.period), tile.rows)
+        positions = plgpu.load(self.refs["positions"].at[own], layout=tile.layout.reduce(1), optimized=False)
         cosine, sine = cosine_and_sine(_over_columns(positions, tile), whole, fraction)
         return cosine, -sine if self.plan.is_backward else sine
 
@@ -210,8 +208,8 @@ class _Strip:
         tile = self.plan.tile
         for kind in sums:
             place, values = terms[kind]
-            if self.plan.rows % tile.heads:
-                row = plgpu.broadcasted_iota(jnp.int32, (tile.heads, tile.half), 0, layout=tile.layout) + rows.start
+            if self.plan.rows % tile.rows:
+                row = plgpu.broadcasted_iota(jnp.int32, (tile.rows, tile.half), 0, layout=tile.layout) + rows.start
                 values = tuple(jnp.where(row >= start, value, jnp.float32(0)) for value in values)
             total = (sums[kind][place][0] + values[0], sums[kind][place][1] + values[1])
             added[kind] = [*sums[kind][:place], total, *sums[kind][place + 1 :]]
@@ -226,15 +224,10 @@ class _Strip:
         for member in range(2):
             row_values = [
                 plgpu.load(lines.at[member, row], layout=tile.layout.reduce(0), optimized=False)
-                for row in range(tile.heads)
+                for row in range(tile.rows)
             ]
             store(self.refs["sums"].at[self.group, line, member], sum(row_values[1:], start=row_values[0]))
         plgpu.commit_smem()  # the next sums take the same place
-
-
-def _load(ref: Any, tile: HeadTile) -> Members:
-    first, second = (plgpu.load(ref.at[:, member], layout=tile.layout, optimized=False) for member in range(2))
-    return first, second
 
 
 def _cast(members: Members, dtype: DTypeLike) -> Members:
@@ -244,12 +237,12 @@ def _cast(members: Members, dtype: DTypeLike) -> Members:
 def _over_rows(ref: Any, tile: HeadTile) -> jax.Array:
     """Reads one value a column, the same for all rows of a tile."""
     values = plgpu.load(ref, layout=tile.layout.reduce(0), optimized=False)
-    return plgpu.layout_cast(lax.broadcast_in_dim(values, (tile.heads, tile.half), (1,)), tile.layout)
+    return plgpu.layout_cast(lax.broadcast_in_dim(values, (tile.rows, tile.half), (1,)), tile.layout)
 
 
 def _over_columns(values: jax.Array, tile: HeadTile) -> jax.Array:
     """Repeats one value a row over the columns of a tile."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(values, (tile.heads, tile.half), (0,)), tile.layout)
+    return plgpu.layout_cast(lax.broadcast_in_dim(values, (tile.rows, tile.half), (0,)), tile.layout)
 
 
 def _times(members: Members, factor: jax.Array) -> Members:
