@@ -196,22 +196,19 @@ def test_defaults_fit_in_shared_memory(features, sums):
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(
-    ("features", "dtype", "by_xla"),
-    [(256, "float32", False), (8200, "float32", True), (8200, "bfloat16", False), (4096, "float32", False)],
-)
-def test_a_gradient_is_xla_s_where_its_kernel_is_missing(seed, features, dtype, by_xla):
+@pytest.mark.parametrize(("features", "dtype"), [(8200, "float32"), (1027, "bfloat16")])
+def test_a_gradient_is_xla_s_where_its_kernel_is_missing(seed, features, dtype):
     x, residual = rows(seed, 4, features).astype(dtype), rows(seed + 1, 4, features).astype(dtype)
     scale = jnp.ones(features, dtype)
 
     def loss(x, implementation=None):
-        return sum(jnp.sum(jnp.sin(a)) for a in layer_norm(x, scale, residual=residual, implementation=implementation))
+        pair = layer_norm(x, scale, residual=residual, implementation=implementation)
+        return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in pair)
 
-    assert "gmem" in str(jax.make_jaxpr(loss)(x))
-    assert ("gmem" not in str(jax.make_jaxpr(jax.grad(loss))(x))) == by_xla
-    if by_xla:
-        got, expected = jax.grad(loss)(x), jax.grad(loss)(x, "xla")
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5, err_msg=f"seed={seed}")
+    assert str(jax.make_jaxpr(jax.grad(loss))(x)).count("mpmd_map[") == 1, "only the forward pass has a kernel"
+    got, expected = as_float32(jax.grad(loss)(x), jax.grad(loss)(x, "xla"))
+    tolerance = 4 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(got, expected, rtol=1e-5 + tolerance, atol=1e-5 + tolerance, err_msg=f"seed={seed}")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
-from pallas_kernels.ops._norms.backward import default_backward, norm_backward
+from pallas_kernels.ops._norms.backward import norm_backward
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
@@ -78,12 +78,10 @@ def dispatch_norm(
     apply = apply_norm
     if chosen == "triton":
         from pallas_kernels.ops._norms.triton import apply_norm as apply  # imports Triton
-    # XLA's gradient uses statistics that its forward pass keeps; 16-bit rows gain more by the forward kernel.
-    has_no_kernel = x.dtype.itemsize == 4 and default_backward(norm, x, 2 + returns_total, scale, bias) is None
     # Without sums over rows, on an H200, µs of the kernels and of XLA with the forward pass: 27328x128 10.3 and 9.3,
     # 8192x256 6.9 and 6.2, 2000x512 4.6 and 4.4.
     is_short = norm.centered and x.shape[-1] <= 512 and all(array is None for array in arrays[1:])
-    if implementation is None and (has_no_kernel or is_short):
+    if implementation is None and is_short:
 
         def kernel(*arrays):
             y, total = apply(norm, *arrays, returns_total=returns_total)

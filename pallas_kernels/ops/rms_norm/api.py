@@ -43,8 +43,7 @@ def rms_norm(
             XLA computes the gradients of rows too long for registers.
             "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs; 128 to 32768 features.
             "xla": always runs.
-            None: "mosaic" if it can run, else "xla"; also "xla" if a gradient is taken of float32 rows that no backward
-                kernel takes.
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
         y, with x's shape and dtype; with a residual or `returns_total`, the pair (y, total).
