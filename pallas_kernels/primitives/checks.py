@@ -145,3 +145,16 @@ def _static(operation: str, name: str, kind: str) -> str:
         f"{operation}: {name} must be a Python {kind}, got a traced array. Kernels are compiled for one value: close "
         "over it, or name it in jax.jit's static_argnames."
     )
+
+
+def check_lookup(operation: str, modes: tuple[str, ...], mode: str, table: jax.Array, **indices: jax.Array) -> None:
+    """Raises a TypeError or ValueError, in the operation's name, for a mode, table or indices that it does not take."""
+    if mode not in modes:
+        raise ValueError(f"{operation}: mode must be one of {', '.join(map(repr, modes))}, got {mode!r}.")
+    if not jnp.issubdtype(table.dtype, jnp.floating):
+        raise TypeError(f"{operation}: table must be floating, got {table.dtype.name}; cast it first.")
+    if table.ndim != 2 or not table.shape[0]:
+        raise ValueError(f"{operation}: table must be (rows, features) with a row, got {table.shape}.")
+    for name, array in indices.items():
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"{operation}: {name} must be integers, got {array.dtype.name}.")

@@ -21,6 +21,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels import REGISTRY
+from pallas_kernels.ops._norms.forward import norm_forward
+from pallas_kernels.ops._norms.norm import Norm
 
 SECONDS = 550
 """That a part of an operation's calls may take."""
@@ -99,6 +101,17 @@ def test_kernels_compile_well(op, part, compiler):
     assert not waits, "ptxas makes products wait for each other:\n" + "\n".join(waits)
     # What all lanes should know alike they store to one word: sanitizers call it a race, and no order decides it.
     assert not [k for k in kernels if k["fused_sums"]]
+
+
+def normed(name, x):
+    return norm_forward(Norm(name=name, epsilon=1e-6), x, with_statistics=True)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("layer_norm", (512, 256)), ("rms_norm", (300, 16384))])
+def test_norms_that_save_statistics_compile_well(name, shape, compiler):
+    structs = jax.ShapeDtypeStruct(shape, "bfloat16")
+    (kernel,) = compiler(compile_deviceless.compile_kernels, partial(normed, name), structs)
+    assert (kernel["spill_store_bytes"], kernel["fused_sums"]) == (0, 0)
 
 
 @pytest.mark.parametrize("columns", [2176, 9592])

@@ -97,7 +97,7 @@ def test_long_bags_few_bags_and_long_rows_take_the_kernel(bags, size, features, 
         ({"weights": jnp.ones(3)}, ValueError, r"the shape of indices, \(2, 3\), got \(3,\)"),
         ({"weights": jnp.ones((2, 3), "int32")}, TypeError, "weights must be floating, got int32"),
         ({"weights": jnp.ones((2, 3)), "mode": "mean"}, ValueError, "divide them by their sum"),
-        ({"mode": "max"}, ValueError, "mode must be 'sum' or 'mean', got 'max'"),
+        ({"mode": "max"}, ValueError, "mode must be one of 'sum', 'mean', got 'max'"),
     ],
 )
 def test_arguments_that_do_not_belong_together(arguments, error, message):

@@ -101,17 +101,17 @@ def short_rows(refs: dict[str, Any], config: BackwardConfig, blocks: int) -> Sou
         first, loaded = jnp.minimum(start, rows - at_once), []
         for line in range(0, at_once, WARPS):  # all loads are under way before the first wait
             held = HeldRows(at=pl.ds(first + line, WARPS), segments=segments)
-            own = [held.load_value(statistics.at[kind]) for kind in range(statistics.shape[0])]
-            loaded.append((held, [load_row(ref.at[held.at], segments) for ref in streams], own))
+            scalars = [held.load_value(statistics.at[kind]) for kind in range(statistics.shape[0])]
+            loaded.append((held, [load_row(ref.at[held.at], segments) for ref in streams], scalars))
 
-        def of_warps(held, values, own):
+        def of_warps(held, values, scalars):
             def counted(dy):
                 return map_row(lambda d: jnp.where(held.index >= start, d, jnp.float32(0)), dy)
 
             return Rows(
                 index=held.index,
                 columns=tuple(s.columns(jnp.uint32) for s in segments),
-                statistics=tuple(map(held.spread, own)),
+                statistics=tuple(map(held.spread, scalars)),
                 read=lambda: values,
                 sums=lambda *terms: [held.spread(held.sum(each)) for each in terms],
                 store=held.store,
@@ -159,11 +159,11 @@ def ring_rows(refs: dict[str, Any], config: BackwardConfig, blocks: int) -> Sour
     a row. That publishes the sums of their parts and shows that all have finished the row before, whose stage the
     first warpgroup then fills again.
     """
-    (rows, *parts), itemsize, sharers = refs["total"].shape, refs["total"].dtype.itemsize, config.warpgroups
+    (rows, *shape), itemsize, sharers = refs["total"].shape, refs["total"].dtype.itemsize, config.warpgroups
     block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
-    own = () if sharers == 1 else (group,)
-    segments = split_warp_row(math.prod(parts), itemsize, warpgroups=sharers) if own else split_row(parts[0], itemsize)
-    assert segments is not None, f"{math.prod(parts)} features do not divide over {sharers} warpgroups"
+    part = () if sharers == 1 else (group,)
+    segments = split_warp_row(math.prod(shape), itemsize, warpgroups=sharers) if part else split_row(shape[0], itemsize)
+    assert segments is not None, f"{math.prod(shape)} features do not divide over {sharers} warpgroups"
     streams, statistics = [refs[name] for name in STREAMS if name in refs], refs["statistics"]
     trips = (rows - block + blocks - 1) // blocks
 
@@ -180,7 +180,7 @@ def ring_rows(refs: dict[str, Any], config: BackwardConfig, blocks: int) -> Sour
     for i in range(config.steps):
         fetch(jnp.int32(i), i < trips)
     if "scale" in refs:
-        store_row(refs["gain"].at[own], load_row(refs["scale"].at[own], segments), segments)
+        store_row(refs["gain"].at[part], load_row(refs["scale"].at[part], segments), segments)
         plgpu.commit_smem()  # two threads write the columns that a ragged row's last segment repeats
 
     def read_ahead(i):
@@ -188,7 +188,7 @@ def ring_rows(refs: dict[str, Any], config: BackwardConfig, blocks: int) -> Sour
         return tuple(statistics[kind, row] for kind in range(statistics.shape[0]))
 
     def sums_of_parts(i, terms):
-        if not own:
+        if not part:
             found = [row_sum(each, segments) for each in terms]
             plgpu.commit_smem()
             return found
@@ -209,7 +209,7 @@ def ring_rows(refs: dict[str, Any], config: BackwardConfig, blocks: int) -> Sour
         def read():
             # A zero that the compiler cannot see, so that it does not keep the values of the first read in registers.
             place = stage + lax.optimization_barrier(jnp.int32(0))
-            return [load_row(refs["ring"].at[(place, s, *own)], segments) for s in range(len(streams))]
+            return [load_row(refs["ring"].at[(place, s, *part)], segments) for s in range(len(streams))]
 
         def sums(*terms):
             found = sums_of_parts(i, terms)
@@ -218,9 +218,9 @@ def ring_rows(refs: dict[str, Any], config: BackwardConfig, blocks: int) -> Sour
             return found
 
         def columns(segment):
-            if not own:
+            if not part:
                 return segment.columns(jnp.uint32)
-            return segment.row_columns(jnp.uint32, group=group, line=parts[-1])
+            return segment.row_columns(jnp.uint32, group=group, line=shape[-1])
 
         return [
             Rows(
@@ -229,7 +229,7 @@ def ring_rows(refs: dict[str, Any], config: BackwardConfig, blocks: int) -> Sour
                 statistics=statistics,
                 read=read,
                 sums=sums,
-                store=lambda ref, values: store_row(ref.at[(index, *own)], values, segments),
+                store=lambda ref, values: store_row(ref.at[(index, *part)], values, segments),
                 is_read_again=not config.keeps_row,
             )
         ]
@@ -237,8 +237,8 @@ def ring_rows(refs: dict[str, Any], config: BackwardConfig, blocks: int) -> Sour
     return Source(
         segments=segments,
         trips=trips,
-        gain=(lambda: to_float32(load_row(refs["gain"].at[own], segments))) if "scale" in refs else None,
+        gain=(lambda: to_float32(load_row(refs["gain"].at[part], segments))) if "scale" in refs else None,
         read_ahead=read_ahead,
         arrived=arrived,
-        store_sums=lambda ref, values: store_row(ref.at[own], values, segments),
+        store_sums=lambda ref, values: store_row(ref.at[part], values, segments),
     )

@@ -14,7 +14,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.embedding.config import is_preferred, is_product
 from pallas_kernels.ops.embedding.mosaic_gpu_vjp import table_gradient
 from pallas_kernels.ops.embedding.reference import embedding_reference, gather_rows
-from pallas_kernels.primitives.checks import as_arrays, as_int32, check_width
+from pallas_kernels.primitives.checks import as_arrays, as_int32, check_lookup, check_width
 from pallas_kernels.primitives.platform import MOSAIC_DTYPES, dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
@@ -66,7 +66,7 @@ def embedding(
         NotImplementedError: the requested implementation cannot run; the message says why.
     """
     table, ids = as_arrays("embedding", table=table, ids=ids)
-    _check(table, ids, mode)
+    check_lookup("embedding", MODES, mode, table, ids=ids)
     out_dtype = _dtype(table, dtype)
     ids = as_int32(ids)
     support = {"mosaic": partial(mosaic_unsupported, table, ids, out_dtype), "xla": lambda: None}
@@ -91,17 +91,6 @@ def mosaic_unsupported(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> st
     if ids.size + rows > _MOST_INDICES:
         return f"{ids.size} indices and {rows} rows are more than {_MOST_INDICES}, which int32 cannot count twice"
     return mosaic_gpu_unsupported()
-
-
-def _check(table: jax.Array, ids: jax.Array, mode: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"embedding: mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}.")
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(f"embedding: table must be floating, got {table.dtype.name}; cast it first.")
-    if table.ndim != 2 or not table.shape[0]:
-        raise ValueError(f"embedding: table must be (rows, features) with a row, got {table.shape}.")
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"embedding: ids must be integers, got {ids.dtype.name}.")
 
 
 def _dtype(table: jax.Array, dtype: DTypeLike | None) -> jnp.dtype:

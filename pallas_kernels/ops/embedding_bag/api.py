@@ -11,7 +11,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.embedding_bag.config import is_preferred
 from pallas_kernels.ops.embedding_bag.mosaic_gpu import MOST_FEATURES, embedding_bag_forward
 from pallas_kernels.ops.embedding_bag.reference import embedding_bag_reference
-from pallas_kernels.primitives.checks import as_arrays, as_int32, optional_arrays
+from pallas_kernels.primitives.checks import as_arrays, as_int32, check_lookup, optional_arrays
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import LANES
 from pallas_kernels.primitives.settings import usual_promotion
@@ -61,7 +61,8 @@ def embedding_bag(
     """
     table, indices = as_arrays("embedding_bag", table=table, indices=indices)
     (weights,) = optional_arrays("embedding_bag", weights=weights)
-    _check(table, indices, weights, mode)
+    check_lookup("embedding_bag", MODES, mode, table, indices=indices)
+    _check(indices, weights, mode)
     indices = as_int32(indices)
     size = indices.shape[-1]
     is_best = is_preferred(indices.size // max(1, size), size, table.shape[1], table.dtype.itemsize)
@@ -85,15 +86,7 @@ def mosaic_unsupported(table: jax.Array, indices: jax.Array, weights: jax.Array 
     return mosaic_gpu_unsupported()
 
 
-def _check(table: jax.Array, indices: jax.Array, weights: jax.Array | None, mode: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"embedding_bag: mode must be 'sum' or 'mean', got {mode!r}.")
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(f"embedding_bag: table must be floating, got {table.dtype.name}; cast it first.")
-    if table.ndim != 2 or not table.shape[0]:
-        raise ValueError(f"embedding_bag: table must be (rows, features) with a row, got {table.shape}.")
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"embedding_bag: indices must be integers, got {indices.dtype.name}.")
+def _check(indices: jax.Array, weights: jax.Array | None, mode: str) -> None:
     if not indices.ndim:
         raise ValueError("embedding_bag: indices must be (..., bag), got a scalar; reshape it to (1,).")
     if weights is None:

@@ -162,19 +162,19 @@ def load_kept(ref, segments: Sequence[Segment], masking: Masking, row: Row) -> R
     query, values = masking.query(row), []
     for segment in segments:
         start = jnp.where(segment.offset <= query, segment.offset, segments[0].offset)
-        values += load_row(ref, (_Moved.of(segment, start),))
+        values += load_row(ref, (_SegmentAt.of(segment, start),))
     return tuple(values)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Moved(Segment):
+class _SegmentAt(Segment):
     """A segment at an offset that is only known at run time."""
 
     start: jax.Array
 
     @staticmethod
-    def of(segment: Segment, start: jax.Array) -> _Moved:
-        return _Moved(offset=segment.offset, size=segment.size, vector=segment.vector, start=start)
+    def of(segment: Segment, start: jax.Array) -> _SegmentAt:
+        return _SegmentAt(offset=segment.offset, size=segment.size, vector=segment.vector, start=start)
 
     @property
     def index(self):

@@ -20,9 +20,9 @@ def _call(x, *, deviation=2.0, mask=None, mask_dtype="bool", **static):
     mask_array = mask is not None and ArraySpec(shape=mask, dtype=mask_dtype, fill=fill, maximum=2)
     which_mask = mask and f"{mask_dtype}_mask_" + "x".join(map(str, mask))
     which_deviation = deviation > 100 and f"deviation_{deviation:g}"
-    told = (f"{key}_{value}" for key, value in static.items())
+    options = (f"{key}_{value}" for key, value in static.items())
     arguments = {"x": replace(x, deviation=deviation), **static, "mask": mask_array}
-    return arguments, x.fill != "normal" and x.fill, which_deviation, which_mask, *told
+    return arguments, x.fill != "normal" and x.fill, which_deviation, which_mask, *options
 
 
 def _kept_bytes(arguments: Arguments) -> int:
