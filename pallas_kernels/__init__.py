@@ -1,7 +1,7 @@
 """Fused transformer operations for JAX on NVIDIA GPUs."""
 
 from pallas_kernels.arguments import Norm, Rope
-from pallas_kernels.dispatch import Choice, recorded_choices
+from pallas_kernels.dispatch import Choice, choice, recorded_choices
 from pallas_kernels.ops._products.norm import fold_scale
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.batch_norm.api import batch_norm
@@ -45,6 +45,7 @@ __all__ = [
     "attention",
     "batch_norm",
     "bias_activation",
+    "choice",
     "cross_entropy",
     "decode_attention",
     "dot_interaction",

@@ -18,11 +18,10 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import ArgSpec, OpSpec, get_op, testing
+from pallas_kernels import ArgSpec, OpSpec, choice, get_op, testing
 from pallas_kernels.random_calls import Limits, random_call
 from pallas_kernels.specs import plain
 from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, measured, problem_of, timing_problems
-from xlafuse.bench.coverage import choice_of
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
@@ -161,9 +160,9 @@ def bench_call(
 def compiled(op: OpSpec, call: ArgSpec, mode: str, seed: int) -> Programs:
     """Compiles a call with each implementation, and without a name; failures are kept in place of programs."""
     inputs = inputs_of(testing.make_case(op, call, seed), mode)  # compiles what draws them, too
-    choice = choice_of(op, call.structs())
-    taken = choice.runnable[0]
-    named = [(name, name) for name in sorted(choice.reasons, key=lambda name: name != "xla")]
+    found = choice(op.function, **plain(call.structs()))
+    taken = found.runnable[0]
+    named = [(name, name) for name in sorted(found.reasons, key=lambda name: name != "xla")]
     programs: dict[str, jax.stages.Compiled | Exception] = {}
     texts: dict[str, str] = {}
     for name, implementation in (*named, (f"{_NONE}{taken}", None)):
