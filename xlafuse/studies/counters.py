@@ -13,12 +13,12 @@ import os
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib import import_module
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from xlafuse.studies import get_study
 from xlafuse.studies.records import Part, Row, StudyResult, to_json
 from xlafuse.studies.variants import Case, drawn
 
@@ -35,10 +35,9 @@ _SCALES |= {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
 
 def chosen(name: str, match: str) -> list[tuple[Case, str]]:
     """Returns the JAX variants of the cases whose names contain `match`."""
-    cases = import_module(f"xlafuse.studies.{name}").CASES()
     return [
         (case, variant)
-        for case in cases
+        for case in get_study(name).cases()
         if match in case.name
         for variant, how in case.variants.items()
         if how.framework == "jax"

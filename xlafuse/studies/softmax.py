@@ -83,4 +83,3 @@ STUDY = comparison(
     ],
     _cases,
 )
-CASES = _cases
