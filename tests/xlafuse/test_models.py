@@ -18,6 +18,7 @@ from pallas_kernels import recorded_choices
 from xlafuse.errors import InapplicablePlanError, UnknownNameError
 from xlafuse.models import PRESETS, BlockConfig, FusionPlan, TransformerBlock, block_function, get_preset
 from xlafuse.models.functional import initial_params
+from xlafuse.models.support import applicable, inapplicable
 from xlafuse.strategies import get_strategy
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -269,8 +270,8 @@ def test_plan_that_the_block_cannot_use_says_why():
     function, arguments = block_function("gpt2-medium", (1, 8), plan=KERNELS)
     with pytest.raises(InapplicablePlanError, match="gpt2-medium has no rotary embedding"):
         jax.eval_shape(function, *arguments)
-    assert KERNELS.applicable(get_preset("gpt2-medium")) == dataclasses.replace(KERNELS, rope="xla")
-    assert KERNELS.applicable(get_preset("llama3-8b")) == KERNELS
+    assert applicable(KERNELS, get_preset("gpt2-medium")) == dataclasses.replace(KERNELS, rope="xla")
+    assert applicable(KERNELS, get_preset("llama3-8b")) == KERNELS
 
 
 @pytest.mark.parametrize(
@@ -325,7 +326,7 @@ def test_plan_that_the_block_cannot_use_says_why():
 )
 def test_kernels_say_which_blocks_they_cannot_serve(changed, refused):
     with jax.enable_x64(True):
-        reasons = KERNELS.inapplicable(dataclasses.replace(get_preset("llama3-8b"), **changed))
+        reasons = inapplicable(KERNELS, dataclasses.replace(get_preset("llama3-8b"), **changed))
     assert set(reasons) == set(refused)
     for site, reason in refused.items():
         assert reason in reasons[site]

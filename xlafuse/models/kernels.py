@@ -1,4 +1,4 @@
-"""Runs the block's sites on operations of `pallas_kernels`, and tells which blocks they serve.
+"""Runs the block's sites on operations of `pallas_kernels`.
 
 implementation: a name as the operations take it; None: the operation's own choice. Every function runs what is named or
 raises `NotImplementedError` with the operation's reason.
@@ -10,17 +10,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 import pallas_kernels
-from hlo_analysis.capture.meshes import mesh_of_one
-from hlo_analysis.targets import load_target
 from pallas_kernels import Norm
 from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS
-from pallas_kernels.primitives.triton_calls import LONGEST_ROW, SHORTEST_ROW, TRITON_DTYPES
 from xlafuse.models.config import BlockConfig
 
 
@@ -159,35 +155,3 @@ def project(
         out_dtype=out_dtype,
         implementation=implementation,
     )
-
-
-@functools.cache
-def unsupported(site: str, implementation: str, config: BlockConfig) -> str | None:
-    """Returns why a site cannot have an implementation in a block of `config` at every batch and length, or None.
-
-    Of "mosaic" the operation is asked that the block calls there, for one token on an H200.
-    """
-    if implementation == "best":
-        return None
-    if implementation == "cudnn":
-        is_wide = config.dtype not in ("bfloat16", "float16")
-        return f"cuDNN computes in bfloat16 or float16, and {config.name} in {config.dtype}" if is_wide else None
-    if implementation == "triton":
-        if config.dtype not in TRITON_DTYPES:
-            return f"{config.name} is {config.dtype}, the Triton kernels take {', '.join(TRITON_DTYPES)}"
-        if site.endswith("_norm") and not SHORTEST_ROW <= config.hidden_size <= LONGEST_ROW:
-            return f"rows have {config.hidden_size} features, the Triton kernels take {SHORTEST_ROW} to {LONGEST_ROW}"
-        return None
-    from xlafuse.models.block import TransformerBlock
-    from xlafuse.models.plan import FusionPlan
-
-    block = nnx.eval_shape(lambda: TransformerBlock(config, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(block)
-    plan = FusionPlan(**{site: implementation})
-    x = jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.dtype(config.dtype))
-    try:
-        with jax.sharding.use_abstract_mesh(mesh_of_one(load_target("h200"))):
-            made = pallas_kernels.choice(lambda state, x: nnx.merge(graph, state)(x, plan=plan), state, x)
-    except NotImplementedError as error:
-        return str(error)
-    return made.reasons[implementation]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from xlafuse.errors import UnknownNameError
-from xlafuse.models.config import BlockConfig
 
 SITES: dict[str, tuple[str, ...]] = {
     "attention_norm": ("xla", "mosaic", "triton", "best"),
@@ -60,18 +58,3 @@ class FusionPlan:
         """The sites that are not left to XLA, with their implementations."""
         chosen = {site: getattr(self, site) for site in SITES}
         return {site: implementation for site, implementation in chosen.items() if implementation != "xla"}
-
-    def inapplicable(self, config: BlockConfig) -> dict[str, str]:
-        """Returns the sites where this plan cannot serve a block of `config`, with the reason.
-
-        The answer depends on the block alone: a kernel that serves it does so at every batch and length.
-        """
-        # Imported here because importing kernels takes most of a second, which listing strategies should not pay.
-        from xlafuse.models.kernels import unsupported
-
-        reasons = {site: unsupported(site, how, config) for site, how in self.fused_sites.items()}
-        return {site: reason for site, reason in reasons.items() if reason is not None}
-
-    def applicable(self, config: BlockConfig) -> FusionPlan:
-        """Returns this plan with every inapplicable site given back to XLA."""
-        return dataclasses.replace(self, **dict.fromkeys(self.inapplicable(config), "xla"))
