@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import pallas_kernels
-from hlo_analysis.capture.meshes import mesh_of_one
+from hlo_analysis.capture.meshes import traced_for_one
 from hlo_analysis.targets import load_target
 from pallas_kernels.primitives.triton_calls import LONGEST_ROW, SHORTEST_ROW, TRITON_DTYPES
 from xlafuse.models.block import TransformerBlock
@@ -54,7 +54,7 @@ def _unsupported(site: str, implementation: str, config: BlockConfig) -> str | N
     plan = FusionPlan(**{site: implementation})
     x = jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.dtype(config.dtype))
     try:
-        with jax.sharding.use_abstract_mesh(mesh_of_one(load_target("h200"))):
+        with traced_for_one(load_target("h200")):
             made = pallas_kernels.choice(lambda state, x: nnx.merge(graph, state)(x, plan=plan), state, x)
     except NotImplementedError as error:
         return str(error)
