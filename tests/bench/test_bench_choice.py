@@ -13,12 +13,12 @@ from test_bench_results import measured, results, shape
 from typer.testing import CliRunner
 
 import pallas_kernels
-from pallas_kernels import REGISTRY, get_op, random_calls, testing
-from pallas_kernels.random_calls import Limits, random_call
+from pallas_kernels import REGISTRY, get_op, testing
 from pallas_kernels.specs import plain
-from xlafuse.bench import choice, supervisor, worker
+from xlafuse.bench import choice, random_calls, supervisor, worker
 from xlafuse.bench.candidates import callable_of, check_close, inputs_of
 from xlafuse.bench.choice import ChoiceSettings, bench_call, bench_choice, drawn
+from xlafuse.bench.random_calls import Limits, random_call
 from xlafuse.bench.results import Problem, load
 from xlafuse.bench.text import choice_lines, choice_summary
 from xlafuse.cli import app

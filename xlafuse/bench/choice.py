@@ -1,6 +1,6 @@
 """Choice benchmark: measures whether `implementation=None` takes the fastest implementation at random sizes.
 
-`pallas_kernels.random_calls` draws the calls; a seed gives the same calls on any machine. Each call runs forward only
+`xlafuse.bench.random_calls` draws the calls; a seed gives the same calls on any machine. Each call runs forward only
 and with the backward pass. The benchmark checks every implementation of the operation against XLA's results. Then all
 that run take turns with the call that names no implementation. An NVIDIA GPU must be attached.
 """
@@ -19,10 +19,10 @@ from typing import Any
 import jax
 
 from pallas_kernels import ArgSpec, OpSpec, choice, get_op, testing
-from pallas_kernels.random_calls import Limits, random_call
 from pallas_kernels.specs import plain
 from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, measured, problem_of, timing_problems
 from xlafuse.bench.environment import Sampler
+from xlafuse.bench.random_calls import Limits, random_call
 from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
 
