@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xlafuse.cli.errors import InputError, cli_errors
+from xlafuse.cli.options import names
 
 if TYPE_CHECKING:
     from xlafuse.bench.results import Results
@@ -320,11 +321,6 @@ def tune(
         for line in tuner.lines(tuning.read(table, kind)):
             print(line)
         print(f"wrote {table}")
-
-
-def names(text: str | None) -> tuple[str, ...]:
-    """Splits a comma-separated list: 'a,b' gives ('a', 'b')."""
-    return tuple(name for part in (text or "").split(",") if (name := part.strip()))
 
 
 def _check(what: str, given: Iterable[str], known: Iterable[str]) -> None:
