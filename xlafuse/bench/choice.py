@@ -20,7 +20,7 @@ import jax
 
 from pallas_kernels import ArgSpec, OpSpec, choice, get_op, testing
 from pallas_kernels.specs import plain
-from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, measured, problem_of, timing_problems
+from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, measured, problem_of, with_times
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.random_calls import Limits, random_call
 from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
@@ -144,17 +144,8 @@ def bench_call(
         return replace(result, problems=tuple(problems), seconds=time.monotonic() - start)
     timed_from = time.monotonic()
     run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls)
-    problems += timing_problems(run)
-    return replace(
-        result,
-        candidates=_with_default(measured(candidates, run), programs),
-        problems=tuple(problems),
-        sets=sets,
-        seconds=time.monotonic() - start,
-        warm_up_seconds=run.warm_up_seconds,
-        is_steady=run.is_steady,
-        activity=sampler.since(timed_from) if sampler else None,
-    )
+    timed = _with_default(measured(candidates, run), programs)
+    return with_times(replace(result, sets=sets), run, timed, problems, since=(start, timed_from), sampler=sampler)
 
 
 def compiled(op: OpSpec, call: ArgSpec, mode: str, seed: int) -> Programs:

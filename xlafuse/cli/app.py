@@ -6,12 +6,10 @@ from typing import Annotated
 
 import typer
 
-from xlafuse.cli import fuse, report
+from xlafuse.cli import check, explain, fuse, report
 from xlafuse.cli.bench import bench, tune
-from xlafuse.cli.check import check
 from xlafuse.cli.diff import diff
 from xlafuse.cli.errors import cli_errors
-from xlafuse.cli.explain import explain
 from xlafuse.cli.export import export
 from xlafuse.cli.options import with_options
 from xlafuse.cli.study import study
@@ -94,7 +92,7 @@ app.command()(with_options(fuse.fuse, fuse.Request))
 app.add_typer(bench, name="bench")
 app.command()(tune)
 app.command()(study)
-app.command()(explain)
+app.command()(with_options(explain.explain, explain.Request))
 app.command()(diff)
-app.command()(check)
+app.command()(with_options(check.check, check.Request))
 app.command()(export)
