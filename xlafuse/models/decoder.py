@@ -206,17 +206,3 @@ class Decoder:
             if bias is not None:
                 return layers.layer_norm(x, params["scale"], bias, epsilon=config.epsilon)
             return layers.rms_norm(x, params["scale"], epsilon=config.epsilon)
-
-
-def generate(decoder: Decoder, params: Params, prompts: Array, count: int, *, length: int) -> Array:
-    """Generates the likeliest `count` tokens after each prompt (B, T); returns (B, count).
-
-    length: the cache's length, in tokens a sequence.
-    """
-    step = jax.jit(partial(Decoder.step, decoder), donate_argnums=2)
-    token, cache, filled = step(params, prompts, decoder.empty_cache(len(prompts), length), jnp.int32(0))
-    tokens = [token]
-    for _ in range(count - 1):
-        token, cache, filled = step(params, token, cache, filled)
-        tokens.append(token)
-    return jnp.concatenate(tokens, axis=1)
