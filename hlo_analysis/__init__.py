@@ -21,7 +21,9 @@ from hlo_analysis.errors import (
 )
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.records import Analysis, Comparison, Launch
+from hlo_analysis.saved import load, save
 from hlo_analysis.schema import from_json, json_schema, to_json
+from hlo_analysis.tables import to_dataframe
 from hlo_analysis.targets import load_target, target_names
 
 __all__ = [
@@ -40,9 +42,12 @@ __all__ = [
     "compare_analyses",
     "from_json",
     "json_schema",
+    "load",
     "load_target",
     "parse_module",
+    "save",
     "target_names",
+    "to_dataframe",
     "to_json",
 ]
 

@@ -60,19 +60,6 @@ def load(path: str | Path) -> Analysis | Comparison:
         raise DumpError(f"{path}: {error}") from error
 
 
-def load_analysis(path: str | Path) -> Analysis:
-    """Reads an analysis that `save` wrote.
-
-    Raises:
-        DumpError: as for `load`, or the file holds a comparison.
-    """
-    record = load(path)
-    if isinstance(record, Comparison):
-        names = ", ".join(result.name for result in record.strategies)
-        raise DumpError(f"{path} holds a comparison of {names}: load it with hlo_analysis.from_json(Comparison, text)")
-    return record
-
-
 def read_text(path: str | Path) -> str:
     """Returns the text of a file, decompressed if the name ends in .gz.
 

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import jax
+import numpy as np
 from jax.export import is_symbolic_dim
 
 from pallas_kernels.primitives.gradients import differentiated_as, with_backward
@@ -37,6 +38,7 @@ IMPLEMENTATIONS = ("mosaic", "triton", "xla", "cudnn")
 """The implementation names that callers may pass."""
 
 _OF_ONE_DEVICE = ("mosaic", "triton")
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray)
 _PACKAGES = ("pallas_kernels", "jax", "functools", "contextlib")
 
 Implementation = str | Sequence[str] | None
@@ -119,6 +121,40 @@ def recorded_choices() -> Iterator[list[Choice]]:
     choices: list[Choice] = []
     with listening(choices.append):
         yield choices
+
+
+class _Chosen(Exception):
+    """Ends a call as soon as its implementation is known; not an error."""
+
+
+def choice(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Choice:
+    """Returns what `function(*args, **kwargs)` takes on the device of the current trace, and why not the others.
+
+        choice(linear, jax.ShapeDtypeStruct((8192, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 512), "bfloat16"))
+
+    function: an operation, or a function whose first call of one is asked about. Nothing runs: arrays may be
+        ShapeDtypeStructs.
+
+    Raises:
+        TypeError, ValueError: the operation rejects the arguments, or `function` calls none.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)}
+    made: list[Choice] = []
+
+    def listener(choice: Choice) -> None:
+        made.append(choice)
+        raise _Chosen
+
+    def call(arrays: Mapping[int, jax.Array]) -> None:
+        args, kwargs = jax.tree.unflatten(structure, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        function(*args, **kwargs)
+
+    with listening(listener), contextlib.suppress(_Chosen):
+        jax.eval_shape(call, arrays)
+    if not made:
+        raise ValueError(f"expected a function that calls an operation of pallas_kernels, got {function!r}")
+    return made[0]
 
 
 def choose(

@@ -1,8 +1,7 @@
 """The tuned table: the fastest measured implementation and configuration of a problem, looked up at trace time.
 
-`xlafuse tune` measures and writes tables; this module reads them. Each kind of device has a shipped file beside this
-module (`tuned/h200.json`) and may have a user's file in the cache folder, whose entries come first. If neither file has
-a problem, the operation's own rule decides.
+`xlafuse tune` measures and writes tables; this module reads them. Each kind of device may have a file in the user's
+cache folder. If it does not have a problem, the operation's own rule decides.
 
 An operation takes part by three things: `OpSpec.problem` names what decides, `implementations` gives `dispatch.choose`
 its preference, and `configuration` gives the kernel its configuration.
@@ -31,7 +30,6 @@ except ImportError:  # Windows, where nobody tunes
     fcntl = None
 
 SCHEMA_VERSION = 1
-SHIPPED = Path(__file__).parent / "tuned"
 CACHE_VARIABLE = "XLAFUSE_CACHE"
 """The environment variable that names a folder to use instead of the user's cache."""
 
@@ -202,9 +200,7 @@ def forget() -> None:
 
 @functools.cache
 def _entries(device_kind: str, cache: str) -> Mapping[str, Choice]:
-    """Reads both tables of a kind of device; the user's entries override the shipped ones."""
-    name = file_name(device_kind)
-    return {**read(SHIPPED / name, device_kind), **read(Path(cache) / name, device_kind)}
+    return read(Path(cache) / file_name(device_kind), device_kind)
 
 
 def _checked(entry: Any) -> Choice:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One visit to a machine with a Hopper GPU: the tests of chosen operations, then the benchmark of chosen operations.
 #
-#   scripts/gpu_session.sh [--tests "A B"] [--bench "A B"] [--sanitize "A B"] [--counters "CASE ..." | --counters behind]
+#   scripts/gpu_session.sh [--tests "A B"] [--bench "A B"] [--sanitize "A B"] [--counters "CASE ..."]
 #                          [--test-seconds S] [--bench-seconds S] [--op-seconds S] [--sanitize-seconds S]
 #                          [--commit HASH] [--out DIR] [-- OPTIONS OF xlafuse bench kernels]
 #
@@ -9,7 +9,6 @@
 # part out (the default of the others). Each part has its time limit and its log under DIR, and none stops another. Of
 # the tests only failures and the count are printed; of the benchmark a line a shape, at most 8,500 characters.
 # DIR has gpu-tests.json, kernels.json, sanitizer.json and counters.json. --commit: where the copy has no git history.
-# --counters behind: of what the benchmark just measured, those where ours falls short.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -83,7 +82,6 @@ fi
 
 if [[ $counters != none ]]; then
   echo "== counters"
-  [[ $counters == behind ]] && counters=$("$python" scripts/write_results.py --behind "$out/kernels.json")
   read -ra cases <<<"$counters"
   # Nsight Compute slows a call by seconds: the limit is for some thirty cases.
   ((${#cases[@]})) && XLA_PYTHON_CLIENT_PREALLOCATE=false timeout --kill-after=10 "$((30 + 4 * ${#cases[@]}))" \

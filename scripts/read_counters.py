@@ -2,6 +2,7 @@
 """What limits a kernel: hardware counters of its launches, read with Nsight Compute on an attached GPU.
 
     scripts/read_counters.py -o FILE rms_norm:backward:8192x8192-bfloat16 softmax:forward:16384x4096-float32 ...
+    scripts/read_counters.py -o FILE --study softmax [--match CASE]  # adds a part to the study's result
 
 Each case is OPERATION:PHASE:SPEC[:IMPLEMENTATION], SPEC a benchmark spec by its whole name, IMPLEMENTATION "mosaic"
 unless said, a peer ("fa4"), or for a forward pass one of the operation's kernel variants ("form: online"). One line a
@@ -61,15 +62,19 @@ METRICS = {
 def main() -> None:
     """Reads the counters, or with --run launches what they are read of."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+", metavar="OPERATION:PHASE:SPEC[:IMPLEMENTATION]")
+    parser.add_argument("cases", nargs="*", metavar="OPERATION:PHASE:SPEC[:IMPLEMENTATION]")
+    parser.add_argument("--study", metavar="NAME", help="the JAX variants of a study's cases")
+    parser.add_argument("--match", default="", metavar="CASE", help="only the study's cases whose name holds this")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE")
     parser.add_argument("--run", action="store_true", help="launch the cases' kernels (what Nsight Compute calls)")
     arguments = parser.parse_args()
     if arguments.run:
         launch(arguments.cases)
         return
-    rows = read(arguments.cases)
-    if arguments.output:
+    rows = read(arguments.cases or of_study(arguments.study, arguments.match))
+    if arguments.output and arguments.study:
+        arguments.output.write_text(study_part(arguments.study, rows), encoding="utf-8")
+    elif arguments.output:
         from xlafuse.bench.environment import commit, gpu_state
 
         document = {"schema_version": SCHEMA, "read_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}", "commit": commit()}
@@ -77,6 +82,35 @@ def main() -> None:
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
     for row in rows:
         print(line(row))
+
+
+def of_study(name: str, match: str) -> list[str]:
+    """The JAX variants of a study's cases, "study:NAME:CASE:VARIANT" each."""
+    from xlafuse.studies import get_study
+
+    return [
+        f"study:{name}:{case.name}:{variant}"
+        for case in get_study(name).cases()
+        for variant, how in case.variants.items()
+        if match in case.name and how.framework == "jax"
+    ]
+
+
+def study_part(name: str, rows: list[dict[str, Any]]) -> str:
+    """A study's result as JSON: of each variant sums over its launches, and the L2 hit rate of the longest one."""
+    from xlafuse.bench.environment import environment
+    from xlafuse.studies.records import Part, Row, StudyResult, to_json
+
+    made = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        own = [row for row in rows if row["case"] == case]
+        sums = {"counted_us": "us", "dram_read_bytes": "read_bytes", "dram_write_bytes": "written_bytes"}
+        values = {quantity: sum(row[key] or 0.0 for row in own) for quantity, key in sums.items()}
+        values["l2_hits"] = max(own, key=lambda row: row["us"])["l2_hit_percent"]
+        made.append(Row(case=case.split(":", 3)[2], variant=case.split(":", 3)[3], values=values))
+    here, started = environment(), datetime.now(UTC).isoformat(timespec="seconds")
+    part = Part(basis="measured", target=here.device_kind, started=started, environment=here, rows=tuple(made))
+    return to_json(StudyResult(study=name, parts=(part,)))
 
 
 def read(cases: list[str]) -> list[dict[str, Any]]:
@@ -137,6 +171,8 @@ def compiled(text: str) -> Callable[[], Any]:
     from xlafuse.bench import peers
     from xlafuse.bench.candidates import callable_of
 
+    if text.startswith("study:"):
+        return _compiled_variant(*text.split(":", 3)[1:])
     name, phase, wanted, *implementation = text.split(":", 3)
     op = get_op(name)
     spec = next(s for s in op.tagged("bench") if s.name == wanted)
@@ -154,6 +190,20 @@ def compiled(text: str) -> Callable[[], Any]:
         call = jax.jit(callable_of(op, phase, chosen))
     wait(call(*inputs))
     return lambda: wait(call(*inputs))
+
+
+def _compiled_variant(study: str, name: str, variant: str) -> Callable[[], Any]:
+    import jax
+
+    from xlafuse.studies import get_study
+    from xlafuse.studies.variants import drawn
+
+    case = next(case for case in get_study(study).cases() if case.name == name)
+    arguments = jax.tree.map(lambda leaf: drawn(leaf, 0), case.arguments)
+    how = case.variants[variant]
+    run = jax.jit(how.function).lower(*arguments).compile(compiler_options=dict(how.options))
+    jax.block_until_ready(run(*arguments))
+    return lambda: jax.block_until_ready(run(*arguments))
 
 
 def line(row: dict[str, Any]) -> str:

@@ -70,11 +70,12 @@ def record(case: Case, recording: Path, timeout: float, target: str = "attached"
     from hlo_analysis.program.launch_kinds import kind_of
     from hlo_analysis.program.launch_sites import find_launches
     from xlafuse.models import block_function, get_preset
+    from xlafuse.models.support import applicable
     from xlafuse.strategies import get_strategy
 
     preset, name, mode, shape = case
     strategy = get_strategy(name)
-    plan = strategy.plan.applicable(get_preset(preset))
+    plan = applicable(strategy.plan, get_preset(preset))
     function, arguments = block_function(preset, shape, plan=plan)
     began = time.perf_counter()
     captured = capture(

@@ -4,7 +4,6 @@ scripts/write_results.py                        # the tables, from notebooks/res
 scripts/write_results.py --check                # exits with 1 where they are not current
 scripts/write_results.py --merge A B C -o FILE  # one file of several; the last measurement of a shape counts
 scripts/write_results.py --show FILE [--characters N]
-scripts/write_results.py --behind FILE          # the cases for scripts/read_counters.py: where ours falls short
 scripts/write_results.py --tests XML -o FILE    # a summary of pytest's --junitxml report
 """
 
@@ -17,10 +16,8 @@ from pathlib import Path
 
 from xlafuse.bench import coverage, gpu_checks
 from xlafuse.bench.block_tables import block_details, block_overview, model_table
-from xlafuse.bench.counters import load_counters
 from xlafuse.bench.results import Results, ResultsError, load, merge, write
-from xlafuse.bench.shortfalls import cases_behind, shortfall_table
-from xlafuse.bench.tables import details, overview, place, summary
+from xlafuse.bench.tables import details, overview, place, shortfalls, summary
 from xlafuse.bench.text import (
     block_lines,
     block_summary,
@@ -35,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = (README, *(DOCS / f"{name}.md" for name in ("results", "correctness", "kernels")))
 KEPT = ROOT / "notebooks/results/kernels-h200.json"
-COUNTERS, SANITIZER = (KEPT.with_name(f"{name}-h200.json") for name in ("counters", "sanitizer"))
+SANITIZER = KEPT.with_name("sanitizer-h200.json")
 TESTS = KEPT.with_name("gpu-tests.json")
 
 
@@ -46,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("-o", "--output", type=Path, default=KEPT)
     parser.add_argument("--show", type=Path, metavar="FILE")
-    parser.add_argument("--behind", type=Path, metavar="FILE")
     parser.add_argument("--tests", type=Path, metavar="XML")
     parser.add_argument("--characters", type=int, default=sys.maxsize)
     options = parser.parse_args(argv)
@@ -58,9 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if options.show:
             print(shown(load(options.show), options.characters))
-            return 0
-        if options.behind:
-            print(*cases_behind(load(options.behind)))
             return 0
         if options.tests:
             summary = gpu_checks.summarize(options.tests)
@@ -88,7 +81,7 @@ def _pages(*, check_only: bool) -> int:
 
 def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
     """The pages with the text between their markers replaced."""
-    results, counters = load(KEPT), load_counters(COUNTERS)
+    results = load(KEPT)
     of_h100 = load(KEPT.with_name("kernels-h100.json"))
     blocks = [load(path) for path in sorted(KEPT.parent.glob("block-*.json"), reverse=True)]
     models = [load(path) for path in sorted(KEPT.parent.glob("model-*.json"), reverse=True)]
@@ -97,7 +90,7 @@ def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
         DOCS / "results.md": {
             "results": f"{overview(results)}\n\n{details(results)}",
             "h100": overview(of_h100),
-            "limits": shortfall_table(results, counters),
+            "limits": shortfalls(results),
             "block": "\n\n".join(f"{block_overview(block)}\n\n{block_details(block)}" for block in blocks)
             or "Not measured yet.",
             "models": "\n\n".join(map(model_table, models)) or "Not measured yet.",

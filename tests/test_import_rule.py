@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,36 @@ def test_package_imports_no_other(package):
 def test_the_rule_sees_every_kind_of_import():
     source = "import xlafuse.x as c\ndef f():\n    from hlo_analysis.hlo import x\nimport_module('pallas_kernels.ops')"
     assert imported_packages(source) == {"xlafuse", "hlo_analysis", "pallas_kernels"}
+
+
+def imported_modules(source: str, files: Mapping[str, Path]) -> set[str]:
+    """The package's modules that a module imports, also in functions; not what only a notebook's view loads."""
+    found = set()
+    views = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") == "_repr_html_"]
+    lazy = {ast.dump(node) for view in views for node in ast.walk(view) if isinstance(node, ast.ImportFrom)}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in files and ast.dump(node) not in lazy:
+            found |= {f"{node.module}.{each.name}" for each in node.names} & files.keys() or {node.module}
+    return found
+
+
+def circles(imports: Mapping[str, set[str]]) -> list[set[str]]:
+    """The groups of modules that import each other, directly or not."""
+    reached: dict[str, set[str]] = {}
+    for name in imports:
+        seen, left = set(), [name]
+        while left:
+            new = imports.get(left.pop(), set()) - seen
+            seen |= new
+            left += new
+        reached[name] = seen
+    groups = [{name, *(other for other in seen if name in reached[other])} for name, seen in reached.items()]
+    return [group for i, group in enumerate(groups) if len(group) > 1 and group not in groups[:i]]
+
+
+@pytest.mark.parametrize("package", ["hlo_analysis", "pallas_kernels", "xlafuse"])
+def test_no_modules_import_each_other(package):
+    files = {".".join(f.relative_to(ROOT).with_suffix("").parts): f for f in sorted((ROOT / package).rglob("*.py"))}
+    files = {name.removesuffix(".__init__"): f for name, f in files.items()}
+    assert circles({name: imported_modules(f.read_text(encoding="utf-8"), files) for name, f in files.items()}) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]

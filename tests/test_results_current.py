@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from xlafuse.bench.counters import load_counters
 from xlafuse.bench.results import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +41,5 @@ def test_kept_results_are_whole(path):
 
 
 def test_script_reads_what_is_kept(script):
-    files = (script.KEPT, script.COUNTERS, script.TESTS, script.SANITIZER)
+    files = (script.KEPT, script.TESTS, script.SANITIZER)
     assert all(path.is_file() for path in files)
-    assert load_counters(script.COUNTERS).cases

@@ -6,16 +6,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from hlo_analysis.capture.meshes import traced_for_one
 from hlo_analysis.catalogue import Catalogue, Kernel
 from hlo_analysis.hlo import Shape
 from hlo_analysis.hlo.attributes import integers
@@ -26,18 +27,17 @@ from hlo_analysis.patterns.launch_patterns import (
     is_batched,
     is_product,
     shape_of,
-    takes_sixteen_bits,
 )
 from hlo_analysis.program.facts import LaunchRow
-from pallas_kernels.ops.linear_cross_entropy.config import columns_for, is_preferred, is_preferred_forward
-from pallas_kernels.primitives.gemm.operands import operands_unsupported
-from pallas_kernels.primitives.platform import dtypes_unsupported
-from pallas_kernels.primitives.rows import LANES
+from hlo_analysis.targets import load_target
 
 if TYPE_CHECKING:
+    from pallas_kernels import Choice
     from xlafuse.findings import Finding
 
 _HOPPER = (9,)
+_ORDINARY = 1024
+"""A size of which no kernel makes anything, where the launches do not tell it."""
 _LETTERS = {"f": "float", "bf": "bfloat", "c": "complex", "s": "int", "u": "uint"}
 
 
@@ -49,10 +49,37 @@ def _struct(shape: Shape) -> jax.Array | None:
     return jax.ShapeDtypeStruct(shape.dimensions, name) if known else None  # pyright: ignore[reportReturnType]
 
 
+@functools.cache
+def _choice(name: str, *arrays: Any, **options: Any) -> Choice | str:
+    """Returns what an operation takes for these arrays on a Hopper GPU, or why it rejects them."""
+    import pallas_kernels
+
+    with traced_for_one(load_target("h200")):
+        try:
+            return pallas_kernels.choice(getattr(pallas_kernels, name), *arrays, **options)
+        except (TypeError, ValueError) as error:
+            return str(error).removeprefix(f"{name}: ")
+
+
+def _refusal(name: str, *arrays: Any, **options: Any) -> str | None:
+    """Returns why an operation's kernel does not take these arrays, or None."""
+    made = _choice(name, *arrays, **options)
+    return made if isinstance(made, str) else made.reasons["mosaic"]
+
+
+def _all_refused(refusals: Iterable[str | None]) -> str | None:
+    """Returns the first reason if there is one for everything, else None."""
+    reasons = [*refusals]
+    return reasons[0] if reasons and all(reasons) else None
+
+
+def _array(*sizes: int, dtype: Any) -> jax.Array:
+    return jax.ShapeDtypeStruct(sizes, dtype)  # pyright: ignore[reportReturnType]
+
+
 def _products_unsupported(launches: Sequence[LaunchRow]) -> str | None:
     """Returns why the kernels can multiply as none of the products among the launches does."""
-    reasons = [_product_unsupported(launch) for launch in launches if is_product(launch)]
-    return reasons[0] if reasons and all(reasons) else None
+    return _all_refused(_product_unsupported(launch) for launch in launches if is_product(launch))
 
 
 def _product_unsupported(product: LaunchRow) -> str | None:
@@ -65,18 +92,18 @@ def _product_unsupported(product: LaunchRow) -> str | None:
     first, second = _matrix(left, dimensions.lhs_contracting), _matrix(right, dimensions.rhs_contracting)
     if first is None or second is None:
         return None
-    reasons = [operands_unsupported(first, second), operands_unsupported(second, first)]
-    return reasons[0] if all(reasons) else None
+    return _all_refused(_refusal("linear", _turned(x), w) for x, w in ((first, second), (second, first)))
 
 
 def _matrix(shape: Shape, contracting: Sequence[int]) -> jax.Array | None:
     """Returns a factor as (features, outputs)."""
     features = prod(shape.dimensions[axis] for axis in contracting)
     struct = _struct(shape)
-    if struct is None:
-        return None
-    sizes = (features, shape.element_count // features)
-    return jax.ShapeDtypeStruct(sizes, struct.dtype)  # pyright: ignore[reportReturnType]
+    return None if struct is None else _array(features, shape.element_count // features, dtype=struct.dtype)
+
+
+def _turned(matrix: jax.Array) -> jax.Array:
+    return _array(*matrix.shape[::-1], dtype=matrix.dtype)
 
 
 def _loss_unsupported(launches: Sequence[LaunchRow]) -> str | None:
@@ -102,39 +129,55 @@ def _loss_unsupported(launches: Sequence[LaunchRow]) -> str | None:
     if len(pairs) != 1:
         return None
     ((hidden, w),) = pairs
-    padded = jax.ShapeDtypeStruct((w.shape[0], columns_for(w.shape[1])), w.dtype)
-    if reason := operands_unsupported(hidden, padded):  # pyright: ignore[reportArgumentType]
-        return reason
     (features, rows), vocabulary = hidden.shape, w.shape[1]
+    if reason := _refusal("linear_cross_entropy", _turned(hidden), w, _array(rows, dtype="int32")):
+        return reason
+    # The operation's choice does not tell a call that is the kernel's only where no gradient is taken.
+    from pallas_kernels.ops.linear_cross_entropy.config import is_preferred, is_preferred_forward
+
     has_gradient = any("jvp(" in name for launch in launches for name in launch.facts.all_op_names)
     is_best = is_preferred(rows, vocabulary, features, keeps_gradients=True)
     is_best = is_best or (not has_gradient and is_preferred_forward(rows, vocabulary))
     return None if is_best else "XLA was measured to be faster"
 
 
-def _rows_unsupported(launches: Sequence[LaunchRow]) -> str | None:
-    """Returns why the kernels for rows can take none of the arrays that the launches read."""
+def _rows_unsupported(name: str, launches: Sequence[LaunchRow]) -> str | None:
+    """Returns why the kernel for rows can take none of the arrays that the launches read."""
     lengths = [length for launch in launches for length, _ in _reductions(launch)]
-    if lengths and max(lengths) < LANES:
-        return f"rows have {max(lengths)} values, the kernels take {LANES} at least"
-    return _dtypes_unsupported(launches)
+    length = max(lengths, default=_ORDINARY)
+    return _all_refused(_row_refusal(name, length, struct.dtype) for struct in _large(launches) if struct is not None)
 
 
-def _dtypes_unsupported(launches: Iterable[LaunchRow]) -> str | None:
-    """Returns why the kernels for rows take no dtype of the largest arrays among those that the launches read."""
+def _row_refusal(name: str, length: int, dtype: Any) -> str | None:
+    x, vector = _array(_ORDINARY, length, dtype=dtype), _array(length, dtype=dtype)
+    if name == "dropout_residual_norm":
+        return _refusal(name, x, vector, residual=x, rate=0.0)
+    others = {"rms_norm": [vector], "layer_norm": [vector, vector], "cross_entropy": [_array(_ORDINARY, dtype="int32")]}
+    return _refusal(name, x, *others.get(name, ()))
+
+
+def _rotation_unsupported(launches: Sequence[LaunchRow]) -> str | None:
+    """Returns why rope takes none of the large arrays that have axes of heads and of their features."""
+    known = [struct for struct in _large(launches) if struct is not None and struct.ndim > 2]
+    arrays = [_array(1, *struct.shape[-3:], dtype=struct.dtype) for struct in known]
+    return _all_refused(_refusal("rope", x, x, _array(x.shape[1], dtype="int32")) for x in arrays)
+
+
+def _large(launches: Sequence[LaunchRow]) -> list[jax.Array | None]:
+    """Returns the largest arrays that the launches read; None in place of one of few bits."""
     shapes = [shape_of(value.shape) for launch in launches for value in launch.inputs]
     largest = max((shape.element_count for shape in shapes), default=0)
-    structs = [_struct(shape) for shape in shapes if 2 * shape.element_count > largest]
-    reasons = [None if x is None else dtypes_unsupported(x=x) for x in structs]
-    return reasons[0] if reasons and all(reasons) else None
+    return [_struct(shape) for shape in shapes if 2 * shape.element_count > largest]
 
 
 def _features_unsupported(launches: Sequence[LaunchRow]) -> str | None:
     """Returns why batch_norm can normalize each feature along none of the largest array's axes."""
-    shapes = [shape_of(value.shape) for launch in launches for value in launch.inputs]
-    largest = max(shapes, key=lambda shape: shape.element_count, default=None)
-    most = LANES if largest is None else max(largest.dimensions, default=1)
-    return f"there are at most {most} features, the kernels take {LANES} at least" if most < LANES else None
+    largest = max((x for x in _large(launches) if x is not None), key=lambda x: x.size, default=None)
+    if largest is None:
+        return None
+    vectors = (_array(size, dtype="float32") for size in sorted(largest.shape, reverse=True))
+    made = ((_array(_ORDINARY, vector.size, dtype=largest.dtype), vector, vector) for vector in vectors)
+    return _all_refused(_refusal("batch_norm", *arrays) for arrays in made)
 
 
 def _reductions(launch: LaunchRow) -> list[tuple[int, int]]:
@@ -157,9 +200,9 @@ def _sums_unsupported(launches: Sequence[LaunchRow]) -> str | None:
 
 def _attention_unsupported(products: Sequence[LaunchRow]) -> str | None:
     """Returns why the kernels can neither make nor read the scores as the products do."""
-    known = [product for product in products if factors(product)]
-    is_wide = known and not any(map(takes_sixteen_bits, known))
-    return "the kernels take bfloat16 and float16" if is_wide else None
+    known = [_struct(shapes[0]) for product in products if (shapes := factors(product))]
+    heads = [_array(1, 64, 1, 64, dtype=struct.dtype) for struct in known if struct is not None]
+    return _all_refused(_refusal("attention", x, x, x) for x in heads)
 
 
 Check = Callable[[Sequence[LaunchRow]], str | None]
@@ -170,14 +213,15 @@ _CHECKS: dict[str, Check] = {
     "linear_cross_entropy": _loss_unsupported,
     "lora_linear": lambda launches: None,  # which of its three products is x @ w, the launches do not tell
     "padded_product": lambda launches: None,
-    "rope": _dtypes_unsupported,
-    **dict.fromkeys(
-        ("cross_entropy", "dropout_residual_norm", "layer_norm", "rms_norm", "softmax"), _rows_unsupported
-    ),
+    "rope": _rotation_unsupported,
+    **{
+        name: functools.partial(_rows_unsupported, name)
+        for name in ("cross_entropy", "dropout_residual_norm", "layer_norm", "rms_norm", "softmax")
+    },
     **dict.fromkeys(
         ("gated_linear", "linear", "linear_residual_norm", "norm_linear", "quantized_linear"), _products_unsupported
     ),
-}  # fmt: skip
+}
 
 _CALLS = {
     "attention": "y = attention(query, key, value)  # is_causal=True where a query sees no later key",
@@ -295,12 +339,12 @@ class _Facts:
             and needed
             and enough(each.lines & some for some in needed)
         )
-        return max(fitting, key=partial(_shared, lines), default=None)
+        return max(fitting, key=functools.partial(_shared, lines), default=None)
 
     def _near(self, lines: Sequence[frozenset[str]], operation: str) -> Finding | None:
         """Returns what is said of an operation at the launches, in most lines."""
         found = (each for each in self.findings if each.operation == operation and _shared(lines, each))
-        return max(found, key=partial(_shared, lines), default=None)
+        return max(found, key=functools.partial(_shared, lines), default=None)
 
 
 def _why_not(near: Finding, name: str) -> str:

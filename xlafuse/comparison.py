@@ -15,6 +15,7 @@ from xlafuse.measurements import with_recordings
 from xlafuse.models.config import PRESETS, BlockConfig
 from xlafuse.models.functional import block_function, resolve_config
 from xlafuse.models.plan import FusionPlan
+from xlafuse.models.support import applicable, inapplicable
 from xlafuse.parallel import compilation_pool, one_at_a_time
 from xlafuse.strategies import STRATEGIES, Strategy, get_strategy, resolve_strategies
 
@@ -125,7 +126,7 @@ def fit_plan(strategy: Strategy, config: BlockConfig) -> tuple[Strategy, str]:
     Returns the strategy to run and a note for its description, '' if nothing changed. Raises `InapplicablePlanError` if
     no site of the plan is left, since the strategy would be plain XLA under another name.
     """
-    unfit = strategy.plan.inapplicable(config)
+    unfit = inapplicable(strategy.plan, config)
     if not unfit:
         return strategy, ""
     reasons = "; ".join(f"{site}: {reason}" for site, reason in unfit.items())
@@ -133,7 +134,7 @@ def fit_plan(strategy: Strategy, config: BlockConfig) -> tuple[Strategy, str]:
         raise InapplicablePlanError(
             f"{strategy.name!r} has no kernel for this block ({reasons}); it would be 'xla' under another name."
         )
-    return dataclasses.replace(strategy, plan=strategy.plan.applicable(config)), f" No kernel here for {reasons}."
+    return dataclasses.replace(strategy, plan=applicable(strategy.plan, config)), f" No kernel here for {reasons}."
 
 
 @dataclass(frozen=True, kw_only=True)

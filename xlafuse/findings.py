@@ -119,6 +119,6 @@ def _why_left(site: Site) -> str:
     """Says why an operation runs by XLA."""
     from xlafuse.fusion.site import choice_of
 
-    choice = choice_of(site)
-    reason = None if choice is None else choice.reasons.get("mosaic")
+    found = choice_of(site)
+    reason = None if found is None else found.reasons.get("mosaic")
     return reason or "XLA was measured to be as fast, or faster"

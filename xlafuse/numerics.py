@@ -20,6 +20,7 @@ from hlo_analysis.records import Numerics
 from xlafuse.models.config import BlockConfig
 from xlafuse.models.functional import block_function, initial_params
 from xlafuse.models.plan import SITES, FusionPlan
+from xlafuse.models.support import inapplicable
 
 Mode = Literal["forward", "grad"]
 
@@ -39,7 +40,7 @@ def reduced(config: BlockConfig) -> BlockConfig:
     )
     for kv_heads in range(min(config.num_kv_heads, 4), config.num_kv_heads):
         fewer = dataclasses.replace(small, num_heads=kv_heads * groups, num_kv_heads=kv_heads)
-        if set(_KERNELS.inapplicable(fewer)) <= set(_KERNELS.inapplicable(config)):
+        if set(inapplicable(_KERNELS, fewer)) <= set(inapplicable(_KERNELS, config)):
             return fewer
     return small
 

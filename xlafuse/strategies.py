@@ -168,9 +168,7 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(
             name="best",
-            description=(
-                "Each site by what was fastest when it alone was measured: our kernel, cuDNN's attention, or XLA."
-            ),
+            description="Each site by what its operation takes at this shape, as measured: our kernel or XLA.",
             plan=_BEST,
             compiler_options=_PRODUCTS_APART,
             requires=("block", "cuda", "hopper"),

@@ -41,6 +41,14 @@ def under_mesh_of_one[T](alone: AbstractMesh | None, call: Callable[[], T]) -> T
 
 
 @contextlib.contextmanager
+def traced_for_one(target: Target) -> Iterator[None]:
+    """Within the block functions are traced for one device of the target, whatever mesh is set around it."""
+    # JAX lets a mesh of another size replace none but the empty one.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.sharding.use_abstract_mesh(mesh_of_one(target)):
+        yield
+
+
+@contextlib.contextmanager
 def name_target_in_meshes(target: Target) -> Iterator[None]:
     """Within the block, and in this thread only, meshes of `jax.shard_map` that name no GPU name the target's."""
     with _MANUAL_MESHES.applied(_device(target)), _traced_for(target.device_kind):

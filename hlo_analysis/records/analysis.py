@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hlo_analysis.records.edges import Decision, Intermediate, MissedFusion
 from hlo_analysis.records.hotspots import Hotspot
@@ -211,45 +210,9 @@ class Analysis:
 
     def _repr_html_(self) -> str:
         """Returns the verdict and a table of one row, which a notebook shows for an Analysis."""
-        from hlo_analysis.records.comparison import Comparison, StrategyResult
+        from hlo_analysis.report.notebook import render_notebook
 
-        only = StrategyResult(name=self.label, description="", analysis=self)
-        return Comparison(title=repr(self.provenance), baseline=self.label, strategies=(only,))._repr_html_()
-
-    def save(self, path: str | Path) -> Path:
-        """Writes the analysis as JSON, compressed if the name ends in .json.gz, and returns the path.
-
-        Raises:
-            DumpError: the name ends in neither .json nor .json.gz, or the file cannot be written.
-        """
-        from hlo_analysis.saved import save
-
-        return save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Analysis:
-        """Reads an analysis that `save` wrote.
-
-        Raises:
-            DumpError: the file does not exist, holds no analysis, or has another schema version.
-        """
-        from hlo_analysis.saved import load_analysis
-
-        return load_analysis(path)
-
-    def to_dataframe(self, table: Table = "launches") -> Any:
-        """Returns one table of the analysis as a pandas DataFrame, with one row per record.
-
-        Args:
-            table: "launches", "decisions", "missed" or "hotspots".
-
-        Raises:
-            ImportError: pandas is not installed.
-            ValueError: no such table.
-        """
-        from hlo_analysis.report.tables import to_dataframe
-
-        return to_dataframe(self, table)
+        return render_notebook(self)
 
     @property
     def launch_count(self) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from hlo_analysis.records import Comparison
+from hlo_analysis.records import Analysis, Comparison, StrategyResult
 from hlo_analysis.report import formats, sentences
 from hlo_analysis.report.formats import units_of
 
@@ -14,8 +14,13 @@ if TYPE_CHECKING:
     from IPython.display import HTML  # pyright: ignore[reportMissingImports]
 
 
-def render_notebook(comparison: Comparison) -> str:
+def render_notebook(record: Comparison | Analysis) -> str:
     """Returns a short HTML fragment that takes the notebook's colours and font, and runs no script."""
+    comparison = record
+    if isinstance(record, Analysis):
+        only = StrategyResult(name=record.label, description="", analysis=record)
+        comparison = Comparison(title=repr(record.provenance), baseline=record.label, strategies=(only,))
+    assert isinstance(comparison, Comparison)
     environment = Environment(
         loader=PackageLoader("hlo_analysis.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )

@@ -12,12 +12,13 @@ import pytest
 from test_bench_results import measured, results, shape
 from typer.testing import CliRunner
 
-from pallas_kernels import REGISTRY, get_op, random_calls, testing
-from pallas_kernels.random_calls import Limits, random_call
-from xlafuse.bench import choice, supervisor, worker
+import pallas_kernels
+from pallas_kernels import REGISTRY, get_op, testing
+from pallas_kernels.specs import plain
+from xlafuse.bench import choice, random_calls, supervisor, worker
 from xlafuse.bench.candidates import callable_of, check_close, inputs_of
 from xlafuse.bench.choice import ChoiceSettings, bench_call, bench_choice, drawn
-from xlafuse.bench.coverage import choice_of
+from xlafuse.bench.random_calls import Limits, random_call
 from xlafuse.bench.results import Problem, load
 from xlafuse.bench.text import choice_lines, choice_summary
 from xlafuse.cli import app
@@ -109,7 +110,7 @@ def test_what_is_but_rounding_is_held_to_the_largest():
 def test_what_cannot_run_here_is_named_and_the_others_go_on(spec):
     op = get_op("rms_norm")
     result = bench_call(op, spec, "forward", SETTINGS)
-    made = choice_of(op, spec.structs())
+    made = pallas_kernels.choice(op.function, **plain(spec.structs()))
     assert (made.taken, tuple(made.reasons)) == ("xla", ("mosaic", "triton", "xla"))
     assert [c.name for c in result.candidates] == ["xla", "None: xla"]
     assert {p.candidate: p.kind for p in result.problems} == {"mosaic": "unsupported", "triton": "unsupported"}

@@ -11,7 +11,7 @@ from test_bench_results import day, measured, results, shape
 
 from xlafuse.bench.environment import Activity, Spread
 from xlafuse.bench.results import Problem, ResultsError, load, merge, write
-from xlafuse.bench.tables import details, overview, place
+from xlafuse.bench.tables import details, overview, place, shortfalls
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/write_results.py"
 
@@ -114,7 +114,7 @@ def test_place_keeps_the_rest_and_is_stable():
 
 
 def test_pages_are_written_and_checked(script, tmp_path, monkeypatch, capsys):
-    for name in ("README", "KEPT", "COUNTERS", "TESTS", "SANITIZER"):
+    for name in ("README", "KEPT", "TESTS", "SANITIZER"):
         monkeypatch.setattr(script, name, tmp_path / getattr(script, name).name)
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "DOCS", tmp_path)
@@ -166,3 +166,29 @@ def test_merge_and_show(script, tmp_path, capsys):
     assert "rms_norm fwd b best variant: a: 240.00 µs" in shown
     assert len(script.shown(merged, 400)) <= 400
     assert "more lines" in script.shown(merged, 400)
+
+
+def timed(ceiling, ours, spec="8192x8192-bfloat16", **us):
+    candidates = [measured("copy", "ceiling", ceiling), measured("mosaic", "implementation", ours)]
+    candidates += [measured(name, "implementation" if name == "xla" else "peer", value) for name, value in us.items()]
+    return shape(spec, candidates=tuple(candidates))
+
+
+@pytest.mark.parametrize(
+    ("runs", "short"),
+    [
+        ([timed(97.0, 100.0, xla=150.0, liger=99.0)], ""),
+        ([timed(97.0, 100.0, xla=95.0, liger=93.0)], "0.93 | Liger"),
+        ([timed(80.0, 100.0, xla=95.0)], "0.95 | XLA"),
+        ([timed(80.0, 100.0, xla=150.0)], "0.80 | the ceiling"),
+        ([timed(5.0, 2.0, xla=1.7)], ""),  # 0.3 µs are noise
+        ([replace(timed(1.0, 2.0, xla=3.0), bytes=1000)], ""),  # a small call has no ceiling
+        ([shape("8192-4096-4096-bfloat16", op="linear", bytes=168 * 2**20, us=290.0)], ""),  # nor has a product
+        # torch.compile took turns with a slower kernel of ours, of another run.
+        ([timed(97.0, 110.0, xla=150.0, torch_compile=105.0), timed(97.0, 98.0, xla=150.0)], "0.95 | torch.compile"),
+    ],
+)
+def test_a_call_falls_short_of_its_fastest_rival_or_of_the_ceiling(runs, short):
+    text = shortfalls(merge([results(each, started=day(i)) for i, each in enumerate(runs, start=1)]))
+    assert text.startswith(f"In {int(bool(short))} of 1 measured calls")
+    assert f"| {short} |" in text if short else "|" not in text

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_bench_results import H200
 
 from pallas_kernels import testing
-from xlafuse.bench import peers
+from xlafuse.bench import environment, peers
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/read_counters.py"
 CASES = ["linear:forward:16-4096-4096-bfloat16", "softmax:forward:1x4096-bfloat16"]
@@ -59,3 +61,16 @@ def test_launches_belong_to_their_cases_and_a_metric_may_be_missing(script, monk
     assert rows[0]["us"] == 2500.0
     assert rows[0]["pipe_tensor_percent"] == (2.5 if has_tensor_metric else None)
     assert "pipes % alu 2" in script.line(rows[0])
+
+
+def test_of_a_study_launches_are_summed_by_variant(script, monkeypatch):
+    monkeypatch.setattr(environment, "environment", lambda: H200)
+    cases = script.of_study("softmax", "4096 × 4096")
+    assert "study:softmax:4096 × 4096 float32:XLA" in cases
+    assert not any("PyTorch" in case for case in cases)
+    counters = {"read_bytes": 2.0, "written_bytes": None, "l2_hit_percent": 7.0}
+    rows = [{"case": cases[0], "us": us, **counters, "l2_hit_percent": us} for us in (3.0, 5.0)]
+    (row,) = json.loads(script.study_part("softmax", rows))["parts"][0]["rows"]
+    assert (row["case"], row["variant"]) == ("4096 × 4096 float32", "unfused")
+    values = {"counted_us": 8.0, "dram_read_bytes": 4.0, "dram_write_bytes": 0.0, "l2_hits": 5.0}
+    assert row["values"] == values

@@ -45,6 +45,18 @@ def test_help_is_quick_and_imports_nothing_heavy():
     assert ours < 12 * asyncio  # 0.3 s and 0.05 s of one core; jax would add 0.5 s
 
 
+def test_one_operation_loads_neither_other_kernels_nor_test_cases():
+    script = (
+        "import sys; {}; print([name for name in sys.modules if name.startswith('pallas_kernels.ops.') and "
+        "name.rpartition('.')[2] in ('mosaic_gpu', 'specs', 'reference')])"
+    )
+    assert _python("-c", script.format("import xlafuse.catalogue")).stdout.strip() == "[]"
+    loaded = _python("-c", script.format("from pallas_kernels import embedding")).stdout
+    assert "ops.embedding.reference" in loaded
+    assert "specs" not in loaded
+    assert "ops.attention" not in loaded
+
+
 def test_version():
     assert _run("--version").stdout == f"xlafuse {version('xlafuse')}\n"
 

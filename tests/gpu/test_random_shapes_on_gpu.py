@@ -9,8 +9,8 @@ import pytest
 
 from pallas_kernels import REGISTRY, testing
 from pallas_kernels.primitives.platform import target_device
-from pallas_kernels.random_calls import Limits, random_call
 from pallas_kernels.specs import plain
+from xlafuse.bench.random_calls import Limits, random_call
 
 LIMITS = Limits(length=4096, rows=2048, columns=8192, values=2**23, scores=2**25)
 """What a float64 reference can follow on the host."""

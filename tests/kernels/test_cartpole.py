@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.primitives.random import key_words, mixed_words
-from xlafuse.studies import cartpole_kernel
+from xlafuse.studies import cartpole_simulation
 from xlafuse.studies.cartpole_simulation import START, apart, drawn
 
 STEPS = 40
@@ -25,8 +25,8 @@ def test_one_kernel_has_the_trajectories_of_jax(kind):
     actions, resets = jax.vmap(lambda step: drawn(words, numbers, step))(jnp.arange(STEPS, dtype=jnp.int32))
     expected = jax.block_until_ready(apart()(states, actions, resets))
     if kind == "given":
-        ours = cartpole_kernel.simulate_given(states, actions, resets)
+        ours = cartpole_simulation.simulate_given(states, actions, resets)
     else:
-        ours = cartpole_kernel.simulate_drawn(states, key, steps=STEPS)
+        ours = cartpole_simulation.simulate_drawn(states, key, steps=STEPS)
     for got, wanted in zip(ours, expected, strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-5)

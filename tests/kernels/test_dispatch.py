@@ -10,7 +10,18 @@ import pytest
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels import REGISTRY, attention, bias_activation, get_op, linear, recorded_choices, rms_norm
+from pallas_kernels import (
+    REGISTRY,
+    Norm,
+    attention,
+    bias_activation,
+    choice,
+    get_op,
+    linear,
+    norm_linear,
+    recorded_choices,
+    rms_norm,
+)
 from pallas_kernels.dispatch import choose
 from pallas_kernels.primitives.platform import target_device
 
@@ -55,6 +66,20 @@ def test_a_choice_that_cannot_be_made_is_recorded_too():
     assert choice.taken is None
     assert choice.runnable == ("xla",)
     assert choice.reasons == {"mosaic": "it is Tuesday", "xla": None}
+
+
+def test_a_choice_is_asked_for_without_a_call():
+    x, w, scale = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 4096), (4096, 4096), (4096,)))
+    with jax.sharding.use_abstract_mesh(abstract_mesh("NVIDIA H200")):
+        assert choice(norm_linear, x, w, norm=Norm(scale=scale)).taken == "mosaic"
+        assert choice(linear, x, w, activation="relu", implementation="xla").taken == "xla"
+        made = choice(lambda x, w, scale: rms_norm(linear(x, w), scale), x, w, scale)
+    assert (made.operation, made.taken) == ("linear", "mosaic")
+    assert "Hopper" in choice(linear, x, w).reasons["mosaic"]
+    with pytest.raises(ValueError, match="linear: w"):
+        choice(linear, x, scale)
+    with pytest.raises(ValueError, match="calls an operation"):
+        choice(jnp.sum, x)
 
 
 def self_attention(x, scale, **options):

@@ -32,9 +32,8 @@ PLAIN = linear.problem(X, W, None, None, None, X.dtype)
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """The user's table of the H200, not there yet; the shipped ones are out of sight."""
+    """The user's table of the H200, not there yet."""
     monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")
     tuning.forget()
     yield tuning.cache_folder() / tuning.file_name(KIND)
     tuning.forget()
@@ -111,13 +110,6 @@ def test_attention_is_known_by_all_its_keys_also_where_few_are_seen(own):
     assert (untuned.fused_parts, tuned.fused_parts) == (1, None)
 
 
-def test_the_users_entries_go_before_the_shipped(own):
-    tuning.add(tuning.SHIPPED / own.name, KIND, {"a": entry("xla"), "b": entry("xla")})
-    tuning.add(own, KIND, {"a": entry("mosaic")})
-    found = tuning._entries(KIND, str(tuning.cache_folder()))
-    assert {key: each.implementation for key, each in found.items()} == {"a": "mosaic", "b": "xla"}
-
-
 def test_writing_keeps_the_other_entries_and_leaves_nothing_behind(own, monkeypatch):
     tuning.add(own, KIND, {"b": entry()})
     tuning.add(own, KIND, {"a": entry("xla")})
@@ -168,24 +160,3 @@ def test_a_broken_table_is_a_warning_and_the_rule_holds(own, text, told):
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is said once
             assert linear.preferred(X, W, None, None, None, X.dtype) == ()
-
-
-def test_the_shipped_tables_name_what_there_is():
-    """Implementations and variants of the registry, and no entry that no operation would look up."""
-    known = {}
-    for op in REGISTRY.values():
-        for spec in op.tagged("bench") if op.problem else ():
-            arguments = plain(spec.structs())
-            for phase in op.tuned_phases:
-                key = tuning.key_of(op.name, phase, op.problem(arguments))
-                known[key] = {"xla": {None}, "mosaic": {None, *op.variants(phase, arguments)}}
-    assert known
-    for path in tuning.SHIPPED.glob("*.json"):
-        kind = json.loads(path.read_text())["device_kind"]
-        assert path.name == tuning.file_name(kind)
-        entries = tuning.read(path, kind)
-        assert entries
-        for key, found in entries.items():
-            assert found.variant in known[key][found.implementation], key
-            fastest = min(found.microseconds.values())
-            assert found.microseconds[found.variant or found.implementation] <= 1.03 * fastest, key

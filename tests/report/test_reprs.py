@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hlo_analysis.records import Analysis, Comparison
-from hlo_analysis.report.tables import table_rows
+from hlo_analysis.tables import table_rows, to_dataframe
 from tests.report.examples import llama_comparison, with_times
 
 
@@ -87,12 +87,12 @@ def test_a_dataframe_is_what_pandas_makes_of_the_rows(xla: Analysis, monkeypatch
             return self
 
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=Frame))
-    frame = xla.to_dataframe("missed")
+    frame = to_dataframe(xla, "missed")
     assert (frame.rows, frame.index) == (table_rows(xla, "missed"), "rank")
-    assert xla.to_dataframe("decisions").index == ""
+    assert to_dataframe(xla, "decisions").index == ""
 
 
 def test_without_pandas_the_error_says_what_to_do(xla: Analysis, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install pandas; or take hlo_analysis"):
-        xla.to_dataframe()
+        to_dataframe(xla)

@@ -22,29 +22,27 @@ def analysis() -> Analysis:
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
 def test_what_is_saved_is_loaded(analysis: Analysis, tmp_path: Path, name: str):
-    path = analysis.save(tmp_path / name)
-    assert Analysis.load(path) == analysis
+    path = save(analysis, tmp_path / name)
+    assert load(path) == analysis
     assert path.read_bytes()[:2] == (b"\x1f\x8b" if name.endswith(".gz") else b"{\n")
     assert [each.name for each in tmp_path.iterdir()] == [name]
 
 
 def test_equal_analyses_are_equal_files(analysis: Analysis, tmp_path: Path):
-    one, other = analysis.save(tmp_path / "one.json.gz"), analysis.save(str(tmp_path / "other.json.gz"))
+    one, other = save(analysis, tmp_path / "one.json.gz"), save(analysis, str(tmp_path / "other.json.gz"))
     assert one.read_bytes() == other.read_bytes()
 
 
-def test_a_comparison_too_but_not_as_an_analysis(tmp_path: Path):
+def test_a_comparison_too(tmp_path: Path):
     path = save(llama_comparison(), tmp_path / "report.json")
     assert load(path) == llama_comparison()
-    with pytest.raises(DumpError, match=r"holds a comparison of unfused, xla, .*from_json\(Comparison"):
-        Analysis.load(path)
 
 
 def test_bad_names_and_places(analysis: Analysis, tmp_path: Path):
     with pytest.raises(DumpError, match=r"ends in \.json or \.json\.gz, got 'a\.zip'"):
-        analysis.save(tmp_path / "a.zip")
+        save(analysis, tmp_path / "a.zip")
     with pytest.raises(DumpError, match="cannot save to"):
-        analysis.save(tmp_path / "absent" / "a.json")
+        save(analysis, tmp_path / "absent" / "a.json")
 
 
 @pytest.mark.parametrize(
@@ -60,4 +58,4 @@ def test_files_that_are_no_analysis(tmp_path: Path, content: bytes, message: str
     path = tmp_path / ("a.json.gz" if content[:1] == b"\x1f" else "a.json")
     path.write_bytes(content)
     with pytest.raises(DumpError, match=message):
-        Analysis.load(path)
+        load(path)

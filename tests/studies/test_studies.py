@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from pallas_kernels.primitives.random import key_words, mixed_words
 from xlafuse.cli import app
 from xlafuse.errors import UnknownNameError
-from xlafuse.studies import STUDIES, cartpole_kernel, get_study, run_study
+from xlafuse.studies import STUDIES, cartpole_simulation, get_study, run_study
 from xlafuse.studies.cartpole_simulation import FALLEN, START, apart, drawn, drawn_apart, precomputed
 from xlafuse.studies.comparisons import FUSED, UNFUSED, Gain, finding
 from xlafuse.studies.records import Part, Row, StudyError, StudyResult, load, merged, to_json
@@ -63,9 +63,9 @@ def test_drawn_randoms_are_uniform():
 
 def test_kernel_refuses_other_sizes():
     with pytest.raises(ValueError, match="multiple of 128 environments"):
-        cartpole_kernel.simulate_drawn(start(100), jnp.zeros(2, jnp.uint32), steps=8)
+        cartpole_simulation.simulate_drawn(start(100), jnp.zeros(2, jnp.uint32), steps=8)
     with pytest.raises(ValueError, match="multiple of 8 steps"):
-        cartpole_kernel.simulate_given(start(128), jnp.zeros((12, 128), jnp.int32), start(128))
+        cartpole_simulation.simulate_given(start(128), jnp.zeros((12, 128), jnp.int32), start(128))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hlo_analysis.capture import Capture
 from hlo_analysis.catalogue import PATTERNS, Catalogue, kernels_for
 from hlo_analysis.records import MissedFusion
 from hlo_analysis.targets import load_target
-from xlafuse.catalogue import KERNELS, catalogue_of
+from xlafuse.catalogue import KERNELS, _choice, catalogue_of
 from xlafuse.findings import Finding, find
 from xlafuse.fusion.spellings import OTHERS
 
@@ -110,3 +110,13 @@ def test_what_fuse_says_of_the_lines_is_the_reason(adapted_capture: Capture, out
 def test_what_fuse_does_not_search_has_no_findings():
     assert find(jax.grad(lambda x: (x @ x).sum()), (struct(128, 128),), load_target("h200")) is None
     assert catalogue_of(None) is KERNELS
+
+
+def test_reasons_are_the_operations_own_whatever_mesh_is_set():
+    captured = capture(normed, *NORMED, target="h200")
+    _choice.cache_clear()
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("data",))):
+        found = missed(captured)
+    assert found == missed(captured)
+    made = _choice("rope", *(jax.ShapeDtypeStruct((1, 8, 4, 62), jnp.int32),) * 3)
+    assert "int32" in (made if isinstance(made, str) else str(made.reasons["mosaic"]))

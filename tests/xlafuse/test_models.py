@@ -14,10 +14,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from hlo_analysis.capture.meshes import mesh_of_one
 from hlo_analysis.targets import load_target
+from pallas_kernels import recorded_choices
 from xlafuse.errors import InapplicablePlanError, UnknownNameError
 from xlafuse.models import PRESETS, BlockConfig, FusionPlan, TransformerBlock, block_function, get_preset
-from xlafuse.models.best import settled
 from xlafuse.models.functional import initial_params
+from xlafuse.models.support import applicable, inapplicable
 from xlafuse.strategies import get_strategy
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -267,10 +268,10 @@ def test_plan_refuses_an_implementation_that_a_site_does_not_have():
 
 def test_plan_that_the_block_cannot_use_says_why():
     function, arguments = block_function("gpt2-medium", (1, 8), plan=KERNELS)
-    with pytest.raises(InapplicablePlanError, match="'mosaic' cannot serve the site 'rope': gpt2-medium has no rotary"):
+    with pytest.raises(InapplicablePlanError, match="gpt2-medium has no rotary embedding"):
         jax.eval_shape(function, *arguments)
-    assert KERNELS.applicable(get_preset("gpt2-medium")) == dataclasses.replace(KERNELS, rope="xla")
-    assert KERNELS.applicable(get_preset("llama3-8b")) == KERNELS
+    assert applicable(KERNELS, get_preset("gpt2-medium")) == dataclasses.replace(KERNELS, rope="xla")
+    assert applicable(KERNELS, get_preset("llama3-8b")) == KERNELS
 
 
 @pytest.mark.parametrize(
@@ -325,32 +326,33 @@ def test_plan_that_the_block_cannot_use_says_why():
 )
 def test_kernels_say_which_blocks_they_cannot_serve(changed, refused):
     with jax.enable_x64(True):
-        reasons = KERNELS.inapplicable(dataclasses.replace(get_preset("llama3-8b"), **changed))
+        reasons = inapplicable(KERNELS, dataclasses.replace(get_preset("llama3-8b"), **changed))
     assert set(reasons) == set(refused)
     for site, reason in refused.items():
         assert reason in reasons[site]
 
 
-def test_best_is_what_was_measured_for_the_device_and_shape():
-    def chosen(kind, shape, **changed):
+def test_best_is_what_each_operation_takes():
+    def taken(kind, shape, **changed):
         device = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
         mesh = AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=device)
         config = dataclasses.replace(get_preset("llama3-8b"), **changed)
-        with jax.sharding.use_abstract_mesh(mesh):
-            return settled(get_strategy("best").plan, config, shape).fused_sites
+        function, arguments = block_function(config, shape, plan=get_strategy("best").plan)
+        with jax.sharding.use_abstract_mesh(mesh), recorded_choices() as choices:
+            jax.eval_shape(function, *arguments)
+        return {(choice.operation, choice.taken) for choice in choices}
 
-    everywhere = dict.fromkeys(get_strategy("pallas").plan.fused_sites, "mosaic")
-    assert {**chosen("NVIDIA H200", (2, 4096)), "attention": "mosaic"} == everywhere
-    assert chosen("NVIDIA H200", (2, 4096))["attention"] in ("mosaic", "cudnn")
-    token = chosen("NVIDIA H200", (1, 1))
-    assert "attention" not in token  # it sees itself alone
-    assert token["output_projection"] == "mosaic"
-    assert chosen("NVIDIA H200", (2, 4096), hidden_size=96) == {
-        "rope": "mosaic", "attention": "mosaic", "activation": "mosaic"
-    }  # fmt: skip
-    assert chosen("NVIDIA A100-SXM4-80GB", (2, 4096)) == {"attention": "cudnn"}
-    assert chosen("NVIDIA A100-SXM4-80GB", (2, 4096), dtype="float32") == {}
-    assert settled(get_strategy("best").plan, get_preset("llama3-8b"), (2, 4096)).fused_sites == {}  # a CPU
+    operations = ("rms_norm", "qkv_projection", "attention", "linear", "gated_linear")
+    assert taken("NVIDIA H200", (2, 4096)) == {(operation, "mosaic") for operation in operations}
+    token = taken("NVIDIA H200", (1, 1))
+    assert ("attention", "xla") in token  # it sees itself alone
+    assert ("linear", "mosaic") in token
+    assert ("rms_norm", "mosaic") not in token  # the products compute it
+    narrow = taken("NVIDIA H200", (2, 4096), hidden_size=96)
+    assert {operation for operation, name in narrow if name == "mosaic"} == {"attention"}
+    assert {name for _, name in taken("NVIDIA A100-SXM4-80GB", (2, 4096))} == {"xla"}
+    biased = taken("NVIDIA H200", (2, 4096), use_bias=True)
+    assert ("gated_activation", "mosaic") in biased  # the product of both has no biases
 
 
 def test_a_kernel_without_its_gpu_is_refused_in_its_own_words():

@@ -13,7 +13,7 @@ import pallas_kernels
 from xlafuse.bench.block import make_case
 from xlafuse.comparison import fit_plan
 from xlafuse.errors import InapplicablePlanError
-from xlafuse.models import BlockConfig, block_function, triton_kernels
+from xlafuse.models import BlockConfig, block_function, kernels
 from xlafuse.numerics import check_plans
 from xlafuse.strategies import get_strategy
 
@@ -47,7 +47,7 @@ def calls(monkeypatch) -> list[str]:
 
     names = ("rms_norm", "layer_norm", "linear", "softmax")
     operations = types.SimpleNamespace(**{name: imitation(name) for name in names})
-    monkeypatch.setattr(triton_kernels, "pallas_kernels", operations)
+    monkeypatch.setattr(kernels, "pallas_kernels", operations)
     return called
 
 

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from hlo_analysis.capture.lowering import gradient
-from xlafuse.bench.candidates import measured, problem_of, timing_problems
+from xlafuse.bench import candidates
+from xlafuse.bench.candidates import measured, problem_of, with_times
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Problem, ShapeResult
 from xlafuse.bench.rows import RIDGE
@@ -85,24 +86,14 @@ def bench_case(
     cases = [make_case(config, sizes, mode, settings.seed)]
     cases += [jax.tree.map(jnp.copy, cases[0]) for _ in range(1, buffer_sets(moved))]
     problems: list[Problem] = []
-    candidates = _candidates(config, sizes, mode, cases, settings, problems)
+    made = _candidates(config, sizes, mode, cases, settings, problems)
     timed_from = time.monotonic()
-    run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls, wall_seconds=WALL_SECONDS)
-    problems += timing_problems(run)
-    return ShapeResult(
-        op=config.name,
-        phase=mode,
-        spec=shape,
-        bytes=moved,
-        ceiling=None,
-        candidates=measured(candidates, run),
-        problems=tuple(problems),
-        sets=len(cases),
-        seconds=time.monotonic() - start,
-        warm_up_seconds=run.warm_up_seconds,
-        is_steady=run.is_steady,
-        activity=sampler.since(timed_from) if sampler else None,
+    run = time_candidates(made, rounds=settings.rounds, calls=settings.calls, wall_seconds=WALL_SECONDS)
+    result = ShapeResult(
+        op=config.name, phase=mode, spec=shape, bytes=moved, ceiling=None, candidates=(), sets=len(cases)
     )
+    timed = measured(made, run)
+    return with_times(result, run, timed, problems, since=(start, timed_from), sampler=sampler)
 
 
 def batch_and_length(shape: str) -> tuple[int, int]:
@@ -164,7 +155,7 @@ def _candidates(
     problems: list[Problem],
 ) -> list[Candidate]:
     """Returns the candidates that run and agree with the baseline; failures go into `problems`."""
-    candidates: list[Candidate] = []
+    made: list[Candidate] = []
     expected: list[jax.Array] = []
     for name in dict.fromkeys((BASELINE, *settings.strategies)):
         try:
@@ -177,7 +168,7 @@ def _candidates(
             if name == BASELINE:
                 return []
             continue
-        candidates.append(Candidate(name=name, kind="strategy", call=call, inputs=cases))
+        made.append(Candidate(name=name, kind="strategy", call=call, inputs=cases))
         del result
     for name in settings.peers:
         try:
@@ -187,32 +178,14 @@ def _candidates(
         except Exception as error:  # another library's failure is recorded and does not end the run
             problems.append(problem_of(name, error))
             continue
-        candidates.append(candidate)
-    return candidates
+        made.append(candidate)
+    return made
 
 
 def check_close(result: Sequence[jax.Array], expected: Sequence[jax.Array]) -> None:
-    """Checks the root mean square of the difference of each pair of arrays.
-
-    Raises:
-        AssertionError: the number of arrays differs, or an array is off by more than 5 % or has NaNs.
-    """
+    """Checks the number of arrays, and the difference of each pair; raises AssertionError if one is off by over 5 %."""
     assert len(result) == len(expected), f"{len(result)} arrays, expected {len(expected)}"
-    sizes = [float(_root_mean_square(each)) for each in expected]
-    for i, (got, exact) in enumerate(zip(result, expected, strict=True)):
-        error = float(_difference(jnp.asarray(got), exact)) / max(sizes[i], _SMALLEST * max(sizes), 1e-30)
-        if not error < _TOLERANCE:
-            raise AssertionError(f"array {i} {exact.shape} is off by {error:.3g} of its size from that of {BASELINE}")
-
-
-@jax.jit
-def _root_mean_square(array: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.mean(jnp.square(array.astype(jnp.float32))))
-
-
-@jax.jit
-def _difference(got: jax.Array, expected: jax.Array) -> jax.Array:
-    return _root_mean_square(got.astype(jnp.float32) - expected.astype(jnp.float32))
+    candidates.check_close(result, expected, of=BASELINE, smallest=_SMALLEST, tolerance=_TOLERANCE)
 
 
 def flops(config: BlockConfig, shape: tuple[int, int], mode: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import OpSpec, testing
 from pallas_kernels.specs import plain
-from xlafuse.bench.results import Measured, Problem
+from xlafuse.bench.environment import Sampler
+from xlafuse.bench.results import Measured, Problem, ShapeResult
 from xlafuse.bench.timing import Candidate, TimingRun
 
 MESSAGE_LENGTH = 600
@@ -82,8 +84,34 @@ def timing_problems(run: TimingRun) -> list[Problem]:
     return [Problem(candidate=name, message=text[:MESSAGE_LENGTH]) for name, text in run.failures.items()]
 
 
+def with_times(
+    result: ShapeResult,
+    run: TimingRun,
+    timed: tuple[Measured, ...],
+    problems: Sequence[Problem],
+    *,
+    since: tuple[float, float],
+    sampler: Sampler | None,
+) -> ShapeResult:
+    """Adds to a result what its run measured. since: when its work began, and its timing (`time.monotonic`)."""
+    return replace(
+        result,
+        candidates=timed,
+        problems=(*problems, *timing_problems(run)),
+        seconds=time.monotonic() - since[0],
+        warm_up_seconds=run.warm_up_seconds,
+        is_steady=run.is_steady,
+        activity=sampler.since(since[1]) if sampler else None,
+    )
+
+
 def check_close(
-    result: Sequence[jax.Array], baseline: Sequence[jax.Array], *, of: str = "XLA", smallest: float = 0.0
+    result: Sequence[jax.Array],
+    baseline: Sequence[jax.Array],
+    *,
+    of: str = "XLA",
+    smallest: float = 0.0,
+    tolerance: float = _TOLERANCE,
 ) -> None:
     """Checks the norm of the difference of each pair of outputs.
 
@@ -92,9 +120,10 @@ def check_close(
         smallest: smallest reference for an array's error, as a share of the largest root mean square among the
             baseline's arrays. An array below it, such as the gradient of a query that sees one key, holds only rounding
             errors.
+        tolerance: the largest error, as a share of a result's norm.
 
     Raises:
-        AssertionError: an output is off by more than 2 % of its norm, or has NaNs.
+        AssertionError: an output is off by more than the tolerance, or has NaNs.
     """
     if len(result) != len(baseline):
         return
@@ -105,7 +134,7 @@ def check_close(
         if not is_float[i]:
             continue
         error = float(_relative_error(jnp.asarray(got), expected, least))
-        if not error < _TOLERANCE:
+        if not error < tolerance:
             raise AssertionError(f"output {i} is off by {error:.3g} of its norm from {of}'s")
 
 

@@ -1,6 +1,6 @@
 """Choice benchmark: measures whether `implementation=None` takes the fastest implementation at random sizes.
 
-`pallas_kernels.random_calls` draws the calls; a seed gives the same calls on any machine. Each call runs forward only
+`xlafuse.bench.random_calls` draws the calls; a seed gives the same calls on any machine. Each call runs forward only
 and with the backward pass. The benchmark checks every implementation of the operation against XLA's results. Then all
 that run take turns with the call that names no implementation. An NVIDIA GPU must be attached.
 """
@@ -18,12 +18,11 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import ArgSpec, OpSpec, get_op, testing
-from pallas_kernels.random_calls import Limits, random_call
+from pallas_kernels import ArgSpec, OpSpec, choice, get_op, testing
 from pallas_kernels.specs import plain
-from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, measured, problem_of, timing_problems
-from xlafuse.bench.coverage import choice_of
+from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, measured, problem_of, with_times
 from xlafuse.bench.environment import Sampler
+from xlafuse.bench.random_calls import Limits, random_call
 from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
 
@@ -145,25 +144,16 @@ def bench_call(
         return replace(result, problems=tuple(problems), seconds=time.monotonic() - start)
     timed_from = time.monotonic()
     run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls)
-    problems += timing_problems(run)
-    return replace(
-        result,
-        candidates=_with_default(measured(candidates, run), programs),
-        problems=tuple(problems),
-        sets=sets,
-        seconds=time.monotonic() - start,
-        warm_up_seconds=run.warm_up_seconds,
-        is_steady=run.is_steady,
-        activity=sampler.since(timed_from) if sampler else None,
-    )
+    timed = _with_default(measured(candidates, run), programs)
+    return with_times(replace(result, sets=sets), run, timed, problems, since=(start, timed_from), sampler=sampler)
 
 
 def compiled(op: OpSpec, call: ArgSpec, mode: str, seed: int) -> Programs:
     """Compiles a call with each implementation, and without a name; failures are kept in place of programs."""
     inputs = inputs_of(testing.make_case(op, call, seed), mode)  # compiles what draws them, too
-    choice = choice_of(op, call.structs())
-    taken = choice.runnable[0]
-    named = [(name, name) for name in sorted(choice.reasons, key=lambda name: name != "xla")]
+    found = choice(op.function, **plain(call.structs()))
+    taken = found.runnable[0]
+    named = [(name, name) for name in sorted(found.reasons, key=lambda name: name != "xla")]
     programs: dict[str, jax.stages.Compiled | Exception] = {}
     texts: dict[str, str] = {}
     for name, implementation in (*named, (f"{_NONE}{taken}", None)):

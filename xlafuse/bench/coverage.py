@@ -14,10 +14,9 @@ import jax
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
-from pallas_kernels import REGISTRY, ArgSpec, ArraySpec, Choice, OpSpec
-from pallas_kernels.dispatch import listening
+from pallas_kernels import REGISTRY, ArgSpec, ArraySpec, OpSpec, choice
 from pallas_kernels.primitives import triton_calls
-from pallas_kernels.specs import Arguments, plain
+from pallas_kernels.specs import plain
 from xlafuse.bench.results import markdown_table
 
 FEATURES = (1, 127, 1000, 1152, 4097, 128256, 262144)
@@ -29,37 +28,12 @@ _ROWS = 4096
 _UNUSUAL = frozenset({"ragged", "extreme", "empty", "long"})
 
 
-class _Answered(Exception):
-    """Ends the trace once dispatch has chosen; not an error."""
-
-    def __init__(self, choice: Choice):
-        self.choice = choice
-
-
 def implementations(op: OpSpec, spec: ArgSpec) -> tuple[str, ...]:
     """Returns the implementations that an H200 can run on these arguments; `implementation=None` takes the first."""
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((1,), ("_device",), axis_types=(AxisType.Auto,), abstract_device=h200)
     with mock.patch.object(triton_calls, "find_spec", lambda _: True), jax.sharding.use_abstract_mesh(mesh):
-        return choice_of(op, spec.structs()).runnable
-
-
-def choice_of(op: OpSpec, arguments: Arguments) -> Choice:
-    """Returns the choice that dispatch makes for a call on the device of the current trace, without tracing further.
-
-    Raises:
-        TypeError, ValueError: the operation rejects the arguments.
-    """
-
-    def answer(choice: Choice) -> None:
-        raise _Answered(choice)
-
-    try:
-        with listening(answer):
-            jax.eval_shape(lambda arguments: op.function(**plain(arguments)), arguments)
-    except _Answered as answered:
-        return answered.choice
-    raise RuntimeError(f"{op.name} never asked which implementation to run")
+        return choice(op.function, **plain(spec.structs())).runnable
 
 
 def resized(op: OpSpec, features: int, dtype: str, *, rows: int = _ROWS) -> ArgSpec:

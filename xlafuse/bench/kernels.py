@@ -18,7 +18,7 @@ import jax
 from pallas_kernels import ArgSpec, OpSpec, Traffic, get_op, testing, tuning
 from pallas_kernels.specs import plain
 from xlafuse.bench import peers, ptxas
-from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, measured, problem_of, timing_problems
+from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, measured, problem_of, with_times
 from xlafuse.bench.ceiling import ceiling_candidates, fastest
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import PHASES, Problem, ShapeResult, short_spec
@@ -124,18 +124,9 @@ def bench_shape(
     ceilings = ceiling_candidates(traffic, sets=sets, seed=settings.seed)
     timed_from = time.monotonic()
     run = time_candidates([*ceilings, *candidates], rounds=settings.rounds, calls=settings.calls)
-    problems += timing_problems(run)
-    return replace(
-        result,
-        ceiling=fastest(run.timings, [c.name for c in ceilings]),
-        candidates=measured((*ceilings, *candidates), run),
-        problems=tuple(problems),
-        sets=sets,
-        seconds=time.monotonic() - start,
-        warm_up_seconds=run.warm_up_seconds,
-        is_steady=run.is_steady,
-        activity=sampler.since(timed_from) if sampler else None,
-    )
+    result = replace(result, ceiling=fastest(run.timings, [c.name for c in ceilings]), sets=sets)
+    timed = measured((*ceilings, *candidates), run)
+    return with_times(result, run, timed, problems, since=(start, timed_from), sampler=sampler)
 
 
 def _candidates(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from xlafuse.bench.block import BASELINE, WALL_SECONDS, batch_and_length
-from xlafuse.bench.candidates import MESSAGE_LENGTH, timing_problems
+from xlafuse.bench.candidates import MESSAGE_LENGTH, check_close, with_times
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
 from xlafuse.bench.timing import Candidate, Timing, time_candidates
@@ -112,7 +112,7 @@ def _bench_phase(
             else:
                 made, found, costs = _of_strategy(name, config, phase, chain)
             expected = found if expected is None else expected
-            _check_close(found, expected)
+            check_close(found, expected, of=BASELINE, tolerance=_TOLERANCE)
             del found
         except Exception as error:  # one failure must not end the run of the others
             problems.append(Problem(candidate=name, message=f"{type(error).__name__}: {str(error)[:MESSAGE_LENGTH]}"))
@@ -122,25 +122,21 @@ def _bench_phase(
     del expected
     timed_from = time.monotonic()
     run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls, wall_seconds=WALL_SECONDS)
-    problems += timing_problems(run)
     batch, length = batch_and_length(shape)
     tokens = batch * (1 if phase == "decode" else length)
-    return ShapeResult(
+    result = ShapeResult(
         op=f"{settings.model}, {config.layers} layers{', scanned' if config.is_scanned else ''}",
         phase=phase,
         spec=shape,
         bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(chain.arguments[0])),
         ceiling=None,
-        candidates=tuple(
-            replace(measured[name], timing=timing, tokens_per_second=tokens / timing.wall_us * 1e6)
-            for name, timing in run.timings.items()
-        ),
-        problems=tuple(problems),
-        seconds=time.monotonic() - start,
-        warm_up_seconds=run.warm_up_seconds,
-        is_steady=run.is_steady,
-        activity=sampler.since(timed_from) if sampler else None,
+        candidates=(),
     )
+    timed = tuple(
+        replace(measured[name], timing=timing, tokens_per_second=tokens / timing.wall_us * 1e6)
+        for name, timing in run.timings.items()
+    )
+    return with_times(result, run, timed, problems, since=(start, timed_from), sampler=sampler)
 
 
 def _of_strategy(name: str, config: DecoderConfig, phase: str, chain: _Chain) -> tuple[Candidate, Any, Measured]:
@@ -277,14 +273,6 @@ def _summary(phase: str, result: Any) -> list[jax.Array]:
     if phase == "forward":
         return [result]
     return [result[2]] if phase == "train" else jax.tree.leaves(jax.tree.map(jnp.copy, result[1]))
-
-
-def _check_close(found: list[jax.Array], expected: list[jax.Array]) -> None:
-    for i, (got, exact) in enumerate(zip(found, expected, strict=True)):
-        size = float(jnp.sqrt(jnp.mean(jnp.square(exact.astype(jnp.float32)))))
-        error = float(jnp.sqrt(jnp.mean(jnp.square(got.astype(jnp.float32) - exact.astype(jnp.float32)))))
-        if not error <= _TOLERANCE * size:
-            raise AssertionError(f"array {i} {exact.shape} is off by {error / size:.3g} of its size from {BASELINE}'s")
 
 
 def model_lines(result: ShapeResult) -> list[str]:

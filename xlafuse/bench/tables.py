@@ -87,6 +87,44 @@ def summary(results: Results) -> str:
     return f"{_caption(results)}\n\n{markdown_table(header, lines, 'llrrrrr')}"
 
 
+LEAST_RATIO, LEAST_DIFFERENCE_US = 0.98, 0.5
+"""A rival counts as faster if it needs less than this share of our time and half a microsecond less: beyond noise."""
+LEAST_CEILING_SHARE = 0.90
+
+
+def shortfalls(results: Results) -> str:
+    """Makes the table of the calls that are behind their fastest rival, or far below the ceiling."""
+    table = [row for row in rows(results) if row.ours]
+    found = [(row, *short) for row in table if (short := _shortfall(row)) is not None]
+    words = (
+        f"In {len(found)} of {len(table)} measured calls ours is more than {100 * (1 - LEAST_RATIO):.0f} % and "
+        f"{LEAST_DIFFERENCE_US} µs behind the fastest rival, or bound by memory and below "
+        f"{100 * LEAST_CEILING_SHARE:.0f} % of the ceiling."
+    )
+    if not found:
+        return words
+    lines = [[*_named(row), _number(ratio, 2), than, *clock_and_power(row.main)] for row, than, ratio in found]
+    header = ["operation", "", "shape", "our speed", "over", "MHz", "W"]
+    return f"{words}\n\n{markdown_table(header, lines, 'lllrlrr')}\n\n{CLOCKS}"
+
+
+def _shortfall(row: Row) -> tuple[str, float] | None:
+    """Returns the fastest rival if it is faster than ours, or the ceiling if ours is far below it, and our speed."""
+    faster = {}
+    for name in ("xla", *rival_names([row])):
+        source = row.source(name)
+        if source is None or not row.speed_up(name) < LEAST_RATIO:
+            continue
+        if source[1].microseconds(row.ours) - source[1].microseconds(name) > LEAST_DIFFERENCE_US:
+            faster[name] = row.speed_up(name)
+    if faster:
+        rival = min(faster, key=lambda name: faster[name])
+        return RIVALS.get(rival) or str(rival), faster[rival]
+    share = row.main.ceiling_share(row.ours)
+    is_below = row.main.is_large and not is_bound_by_products(row.main) and share < LEAST_CEILING_SHARE
+    return ("the ceiling", share) if is_below else None
+
+
 def details(results: Results) -> str:
     """Makes the tables of every shape: memory-bound, bound by matrix products, and small, each row with its run."""
     streamed, small, multiplied = _parts(results)

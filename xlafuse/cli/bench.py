@@ -10,20 +10,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xlafuse.cli.errors import InputError, cli_errors
+from xlafuse.cli.options import names
 
 if TYPE_CHECKING:
     from xlafuse.bench.results import Results
+
+Output = Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The JSON file to write.")]
+Operations = Annotated[
+    list[str] | None, typer.Option("--op", metavar="NAME", help="An operation; repeat for several. Default: all.")
+]
+Modes = Annotated[
+    str | None, typer.Option(metavar="A,B", help="forward, or grad: forward and backward pass. Default: both.")
+]
+Rounds = Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")]
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on an attached NVIDIA GPU.")
 
 
 @bench.command()
 def kernels(
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The JSON file to write.")],
-    op: Annotated[
-        list[str] | None,
-        typer.Option("--op", metavar="NAME", help="An operation; repeat for several. Default: all."),
-    ] = None,
+    output: Output,
+    op: Operations = None,
     phase: Annotated[
         list[str] | None, typer.Option("--phase", metavar="PHASE", help="forward or backward. Default: both.")
     ] = None,
@@ -50,7 +57,7 @@ def kernels(
         ),
     ] = 0.0,
     variants: Annotated[bool, typer.Option("--variants", help="Also time the kernel configurations to tune.")] = False,
-    rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 10,
+    rounds: Rounds = 10,
     seconds: Annotated[
         float, typer.Option(metavar="S", help="Start no shape of an operation after this many seconds.")
     ] = float("inf"),
@@ -87,7 +94,7 @@ def kernels(
 
 @bench.command()
 def block(
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The JSON file to write.")],
+    output: Output,
     preset: Annotated[
         str, typer.Option(metavar="NAME", help="A transformer block: llama3-8b, gpt2-medium, tiny.")
     ] = "llama3-8b",
@@ -97,10 +104,7 @@ def block(
     strategies: Annotated[
         str | None, typer.Option(metavar="A,B,C", help="Strategies to time; see `xlafuse strategies`. Default: all.")
     ] = None,
-    modes: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help="forward, or grad: forward and backward pass. Default: both."),
-    ] = None,
+    modes: Modes = None,
     peers: Annotated[
         str | None,
         typer.Option(
@@ -109,7 +113,7 @@ def block(
             "(jax_eager).",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 8,
+    rounds: Rounds = 8,
     seconds: Annotated[float, typer.Option(metavar="S", help="Start no case after this many seconds.")] = float("inf"),
 ) -> None:
     """Measure a whole transformer block under the fusion strategies, forward only and with the backward pass.
@@ -142,7 +146,7 @@ def block(
 
 @bench.command()
 def model(
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The JSON file to write.")],
+    output: Output,
     preset: Annotated[str, typer.Option(metavar="NAME", help="A model: llama3-8b, gpt2-medium, tiny.")] = "llama3-8b",
     shapes: Annotated[str, typer.Option(metavar="A,B,C", help="SEQUENCESxTOKENS, separated by commas.")] = "8x1024",
     strategies: Annotated[
@@ -163,7 +167,7 @@ def model(
         int | None, typer.Option(metavar="N", min=1, help="Number of layers, instead of the model's own.")
     ] = None,
     scan: Annotated[bool, typer.Option("--scan", help="Compile one layer in a loop over all of them.")] = False,
-    rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 5,
+    rounds: Rounds = 5,
     seconds: Annotated[
         float, typer.Option(metavar="S", help="Start no phase, strategy or peer after this many seconds.")
     ] = float("inf"),
@@ -199,15 +203,9 @@ def model(
 
 @bench.command()
 def choice(
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The JSON file to write.")],
-    op: Annotated[
-        list[str] | None,
-        typer.Option("--op", metavar="NAME", help="An operation; repeat for several. Default: all."),
-    ] = None,
-    modes: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help="forward, or grad: forward and backward pass. Default: both."),
-    ] = None,
+    output: Output,
+    op: Operations = None,
+    modes: Modes = None,
     count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of calls to draw for each operation.")] = 20,
     numbers: Annotated[
         str | None,
@@ -216,7 +214,7 @@ def choice(
     seed: Annotated[
         int, typer.Option(metavar="N", min=0, help="Seed of the calls; the same seed draws the same calls.")
     ] = 0,
-    rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 8,
+    rounds: Rounds = 8,
     seconds: Annotated[float, typer.Option(metavar="S", help="Start no call after this many seconds.")] = float("inf"),
     jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Threads that compile calls ahead.")] = 1,
 ) -> None:
@@ -254,20 +252,16 @@ def compare(
     Needs no GPU. Exits with 0 if none of our candidates is slower, 1 if one is, 2 on files that cannot be compared.
     """
     with cli_errors():
-        from xlafuse.bench.moves import lines, moves
+        from xlafuse.bench.compare import compare as compared
         from xlafuse.bench.results import load
 
-        found, compared = moves(load(old), load(new))
-        for line in lines(found, compared):
-            print(line)
-    raise typer.Exit(1 if any(move.is_regression for move in found) else 0)
+        lines, slower = compared(load(old), load(new))
+        print("\n".join(lines))
+    raise typer.Exit(1 if slower else 0)
 
 
 def tune(
-    op: Annotated[
-        list[str] | None,
-        typer.Option("--op", metavar="NAME", help="An operation; repeat for several. Default: all."),
-    ] = None,
+    op: Operations = None,
     match: Annotated[
         str,
         typer.Option(
@@ -288,7 +282,7 @@ def tune(
         ),
     ] = None,
     anew: Annotated[bool, typer.Option("--anew", help="Time shapes again that are already in the table.")] = False,
-    rounds: Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")] = 8,
+    rounds: Rounds = 8,
     seconds: Annotated[
         float, typer.Option(metavar="S", help="Start no shape of an operation after this many seconds.")
     ] = float("inf"),
@@ -321,11 +315,6 @@ def tune(
         for line in tuner.lines(tuning.read(table, kind)):
             print(line)
         print(f"wrote {table}")
-
-
-def names(text: str | None) -> tuple[str, ...]:
-    """Splits a comma-separated list: 'a,b' gives ('a', 'b')."""
-    return tuple(name for part in (text or "").split(",") if (name := part.strip()))
 
 
 def _check(what: str, given: Iterable[str], known: Iterable[str]) -> None:

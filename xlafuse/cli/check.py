@@ -6,26 +6,14 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from xlafuse.cli.errors import InputError, cli_errors
-from xlafuse.cli.programs import (
-    Args,
-    Block,
-    Fn,
-    ModeOption,
-    Program,
-    Saved,
-    Shape,
-    StrategyOption,
-    Target,
-    Timeout,
-    analysis_of,
-    load_analysis,
-)
+from xlafuse.cli.errors import InputError
+from xlafuse.cli.programs import Program, analysis_of, load_analysis
 
 if TYPE_CHECKING:
     from hlo_analysis.budget import Lock
@@ -36,16 +24,19 @@ _ANNOTATIONS = 10
 """GitHub shows at most this many errors of a step."""
 
 
-def check(
+@dataclass(frozen=True, kw_only=True)
+class Request(Program):
+    """Options of `xlafuse check`."""
+
     max_launches: Annotated[
         int | None, typer.Option("--max-launches", metavar="N", min=0, help="Most launches in one run.")
-    ] = None,
+    ] = None
     max_hbm_bytes: Annotated[
         str | None,
         typer.Option(
             "--max-hbm-bytes", metavar="BYTES", help="Most HBM traffic in one run, such as 250000000 or 250MB."
         ),
-    ] = None,
+    ] = None
     baseline: Annotated[
         str | None,
         typer.Option(
@@ -53,53 +44,35 @@ def check(
             help="Allow no more launches or bytes than in this file from --write, or a report.json "
             "(report.json:STRATEGY).",
         ),
-    ] = None,
+    ] = None
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the numbers to this file, for --baseline.")
-    ] = None,
+    ] = None
     annotations: Annotated[
         bool | None,
         typer.Option(
             "--annotations/--no-annotations",
             help="Also print GitHub annotations. Default: if GITHUB_ACTIONS is set.",
         ),
-    ] = None,
-    fn: Fn = None,
-    shape: Shape = None,
-    args: Args = None,
-    block: Block = None,
-    capture: Saved = None,
-    mode: ModeOption = "forward",
-    target: Target = "h200",
-    strategy: StrategyOption = "xla",
-    timeout: Timeout = 300.0,
-) -> None:
+    ] = None
+
+
+def check(request: Request) -> None:
     """Check that a program makes no more launches and moves no more bytes through HBM than the limits allow.
 
     Needs no GPU. Exits with 0 if the program keeps to the limits, 1 if it exceeds one, 2 on bad input.
     """
-    with cli_errors():
-        if max_launches is None and max_hbm_bytes is None and baseline is None and write is None:
-            raise InputError("expected --max-launches, --max-hbm-bytes or --baseline to check, or --write")
-        limit = None if max_hbm_bytes is None else parse_bytes(max_hbm_bytes)
-        before, full = _baseline(baseline) if baseline is not None else (None, None)
-        analysis = analysis_of(
-            Program(
-                block=block,
-                fn=fn,
-                shapes=tuple(shape or ()),
-                args=args,
-                saved=capture,
-                mode=mode,
-                target=target,
-                strategy=strategy,
-                timeout=timeout,
-            )
-        )
-        is_annotated = os.environ.get("GITHUB_ACTIONS") == "true" if annotations is None else annotations
-        exceeded = _checked(analysis, max_launches, limit, before, full, baseline or "", is_annotated=is_annotated)
-        if write is not None:
-            _write(analysis, write)
+    limits, baseline = (request.max_launches, request.max_hbm_bytes), request.baseline
+    if limits == (None, None) and baseline is None and request.write is None:
+        raise InputError("expected --max-launches, --max-hbm-bytes or --baseline to check, or --write")
+    limit = None if request.max_hbm_bytes is None else parse_bytes(request.max_hbm_bytes)
+    before, full = _baseline(baseline) if baseline is not None else (None, None)
+    analysis = analysis_of(request)
+    on_github = os.environ.get("GITHUB_ACTIONS") == "true"
+    is_annotated = on_github if request.annotations is None else request.annotations
+    exceeded = _checked(analysis, request.max_launches, limit, before, full, baseline or "", is_annotated=is_annotated)
+    if request.write is not None:
+        _write(analysis, request.write)
     raise typer.Exit(1 if exceeded else 0)
 
 

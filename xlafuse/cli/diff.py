@@ -69,9 +69,7 @@ def diff(
         elif b is None:
             raise InputError(f"expected --b {_SIDE}: what to compare with --a {a}")
         else:
-            program = Program(
-                block=block, fn=fn, shapes=tuple(shape or ()), args=args, mode=mode, target=target, timeout=timeout
-            )
+            program = Program(block=block, fn=fn, shape=shape, args=args, mode=mode, target=target, timeout=timeout)
             sides = _compiled(program, a), _compiled(program, b)
         found = difference(*sides)
         if json:

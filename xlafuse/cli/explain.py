@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-from xlafuse.cli.errors import InputError, cli_errors
-from xlafuse.cli.programs import (
-    Args,
-    Block,
-    Fn,
-    ModeOption,
-    Program,
-    Saved,
-    Shape,
-    StrategyOption,
-    Target,
-    Timeout,
-    analysis_of,
-)
+from xlafuse.cli.errors import InputError
+from xlafuse.cli.programs import Program, analysis_of
 
 
-def explain(
+@dataclass(frozen=True, kw_only=True)
+class Request(Program):
+    """Options of `xlafuse explain`."""
+
     producer: Annotated[
         str | None,
         typer.Argument(
@@ -30,54 +22,35 @@ def explain(
             help="A launch or an instruction: its HLO name, a launch's number, or part of an op name, scope or "
             "source line. Without CONSUMER, lists the edges at it; without both, the costliest edges.",
         ),
-    ] = None,
+    ] = None
     consumer: Annotated[
         str | None, typer.Argument(metavar="CONSUMER", help="The launch or instruction that reads the value.")
-    ] = None,
-    fn: Fn = None,
-    shape: Shape = None,
-    args: Args = None,
-    block: Block = None,
-    capture: Saved = None,
-    mode: ModeOption = "forward",
-    target: Target = "h200",
-    strategy: StrategyOption = "xla",
+    ] = None
     ptx: Annotated[
         bool,
         typer.Option("--ptx", help="Print the PTX of the launches that PRODUCER names, instead of the edges at them."),
-    ] = False,
-    count: Annotated[int, typer.Option("-n", "--count", metavar="N", min=1, help="Number of edges to list.")] = 10,
-    timeout: Timeout = 300.0,
-) -> None:
+    ] = False
+    count: Annotated[int, typer.Option("-n", "--count", metavar="N", min=1, help="Number of edges to list.")] = 10
+
+
+def explain(request: Request) -> None:
     """Tell why two parts of a program are in one launch or in two, what that costs, and what to do.
 
     Needs no GPU. Exits with 2 on bad input, such as a name that matches no edge or several.
     """
-    with cli_errors():
-        from hlo_analysis.explain import edges_of, find_edge, find_edges, find_ptx
-        from hlo_analysis.report.edges import edge_list, edge_story
+    from hlo_analysis.explain import edges_of, find_edge, find_edges, find_ptx
+    from hlo_analysis.report.edges import edge_list, edge_story
 
-        if ptx and (producer is None or consumer is not None):
-            raise InputError("--ptx prints the source of one launch: name it, and no second one")
-        analysis = analysis_of(
-            Program(
-                block=block,
-                fn=fn,
-                shapes=tuple(shape or ()),
-                args=args,
-                saved=capture,
-                mode=mode,
-                target=target,
-                strategy=strategy,
-                timeout=timeout,
-            )
-        )
-        if ptx and producer is not None:
-            lines = [find_ptx(analysis, producer)]
-        elif producer is not None and consumer is not None:
-            lines = edge_story(analysis, find_edge(analysis, producer, consumer))
-        else:
-            edges = edges_of(analysis) if producer is None else find_edges(analysis, producer)
-            lines = edge_list(analysis, edges, count)
-        for line in lines:
-            print(line)
+    producer, consumer = request.producer, request.consumer
+    if request.ptx and (producer is None or consumer is not None):
+        raise InputError("--ptx prints the source of one launch: name it, and no second one")
+    analysis = analysis_of(request)
+    if request.ptx and producer is not None:
+        lines = [find_ptx(analysis, producer)]
+    elif producer is not None and consumer is not None:
+        lines = edge_story(analysis, find_edge(analysis, producer, consumer))
+    else:
+        edges = edges_of(analysis) if producer is None else find_edges(analysis, producer)
+        lines = edge_list(analysis, edges, request.count)
+    for line in lines:
+        print(line)

@@ -10,9 +10,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from xlafuse.cli.errors import InputError
+from xlafuse.cli.options import names
 from xlafuse.cli.report import use_cpu_without_gpu
 
 if TYPE_CHECKING:
@@ -21,17 +24,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Options of one `xlafuse fuse`, as typed."""
+    """Options of `xlafuse fuse`."""
 
-    fn: str
-    shapes: tuple[str, ...]
-    args: str | None
-    ops: tuple[str, ...] | None
-    skip: tuple[str, ...]
-    allow: tuple[str, ...]
-    target: str
-    compiles: bool
-    json: bool
+    fn: Annotated[
+        str,
+        typer.Option(metavar="MODULE:FUNCTION", help="A JAX function, given as package.module:name or file.py:name."),
+    ]
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SHAPE", help="One for each argument, such as 'bf16[8192,4096]' or 'f32[]'."),
+    ] = None
+    args: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY", help="For arguments that are trees: a function that returns them as a tuple."
+        ),
+    ] = None
+    ops: Annotated[str | None, typer.Option(metavar="A,B,C", help="Operations to look for. Default: all.")] = None
+    skip: Annotated[str | None, typer.Option(metavar="A,B,C", help="Operations to leave out. Default: none.")] = None
+    allow: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Differences to accept: rounding, empty_rows. Default: none."),
+    ] = None
+    target: Annotated[
+        str,
+        typer.Option(metavar="TARGET", help="GPU for which operations choose implementations; see `xlafuse targets`."),
+    ] = "h200"
+    compiles: Annotated[
+        bool,
+        typer.Option(
+            "--compile/--no-compile",
+            help="Compile forward pass and gradient with and without fuse, and name what makes them worse.",
+        ),
+    ] = True
+    json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +121,24 @@ class Findings:
     worse: tuple[str, ...] = ()
 
 
-def run(request: Request) -> None:
-    """Runs the command.
+def fuse(request: Request) -> None:
+    """Show as a diff which fused operations `xlafuse.fuse` puts into a function, and what it refuses.
 
-    Raises:
-        InputError: bad options, or a function that cannot be traced.
+    Needs no GPU. Exits with 0, even if there is no site, and with 2 on bad input.
     """
     use_cpu_without_gpu()
     from hlo_analysis.targets import load_target
     from xlafuse.cli import inputs
 
     target = load_target(request.target)
-    load = functools.partial(inputs.load_program, request.fn, request.shapes, request.args)
+    load = functools.partial(inputs.load_program, request.fn, request.shape or (), request.args)
     # The function may print while it is imported and traced; stdout is for the JSON alone.
     with redirect_stdout(sys.stderr) if request.json else nullcontext():
-        choices = {"ops": request.ops, "skip": request.skip, "allow": request.allow}
+        choices = {
+            "ops": names(request.ops) or None,
+            "skip": names(request.skip),
+            "allow": names(request.allow),
+        }
         findings = find(load, **choices, target=target)
         if findings.taken and request.compiles and target.kind == "cuda":
             findings = dataclasses.replace(findings, worse=worse_in(*load(), request.target, choices))

@@ -49,8 +49,8 @@ def print_kernel(name: str, arguments: Sequence[str], target: str) -> None:
         UnknownNameError: no operation or target of that name.
     """
     from hlo_analysis.targets import load_target
-    from pallas_kernels import REGISTRY
-    from xlafuse.bench.coverage import choice_of
+    from pallas_kernels import REGISTRY, choice
+    from pallas_kernels.specs import plain
     from xlafuse.errors import UnknownNameError
 
     if name not in REGISTRY:
@@ -59,10 +59,10 @@ def print_kernel(name: str, arguments: Sequence[str], target: str) -> None:
     if arguments:
         given = parsed(op, arguments)
         try:
-            choice = traced_for(device, lambda: choice_of(op, given))
-        except (TypeError, ValueError, RuntimeError) as error:
+            made = traced_for(device, lambda: choice(op.function, **plain(given)))
+        except (TypeError, ValueError) as error:
             raise InputError(str(error)) from error
-        _print_choice(choice, target)
+        _print_choice(made, target)
         return
     console = Console(highlight=False, soft_wrap=True)
     function = _public(op)
@@ -71,9 +71,9 @@ def print_kernel(name: str, arguments: Sequence[str], target: str) -> None:
     for heading in ("call", "takes", "runs, too"):
         table.add_column(heading, no_wrap=heading == "call")
     specs = list(op.tagged("bench"))
-    choices = traced_for(device, lambda: [choice_of(op, spec.structs()) for spec in specs])
-    for spec, choice in zip(specs, choices, strict=True):
-        taken, *others = choice.runnable
+    choices = traced_for(device, lambda: [choice(op.function, **plain(spec.structs())) for spec in specs])
+    for spec, made in zip(specs, choices, strict=True):
+        taken, *others = made.runnable
         table.add_row(spec.name, taken, ", ".join(others) or "–")
     console.print(fitted(console, [lambda: table]))
 
@@ -158,6 +158,7 @@ def _public(op: OpSpec) -> Callable[..., Any]:
 
 
 def _implementations(op: OpSpec) -> tuple[str, ...]:
-    from xlafuse.bench.coverage import choice_of
+    from pallas_kernels import choice
+    from pallas_kernels.specs import plain
 
-    return tuple(choice_of(op, op.tagged("test")[0].structs()).reasons)
+    return tuple(choice(op.function, **plain(op.tagged("test")[0].structs())).reasons)

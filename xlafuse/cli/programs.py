@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -62,15 +61,15 @@ Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of o
 class Program:
     """A program as typed: a saved one, or a block or function with its arguments."""
 
-    block: str | None = None
-    fn: str | None = None
-    shapes: Sequence[str] = ()
-    args: str | None = None
-    saved: str | None = None
-    mode: str = "forward"
-    target: str = "h200"
-    strategy: str = "xla"
-    timeout: float = 300.0
+    fn: Fn = None
+    shape: Shape = None
+    args: Args = None
+    block: Block = None
+    capture: Saved = None
+    mode: ModeOption = "forward"
+    target: Target = "h200"
+    strategy: StrategyOption = "xla"
+    timeout: Timeout = 300.0
 
 
 def analysis_of(program: Program) -> Analysis:
@@ -80,16 +79,16 @@ def analysis_of(program: Program) -> Analysis:
         InputError: not exactly one program, or bad names, shapes or files.
         ComparisonError: the program does not compile.
     """
-    given = [program.block is not None, program.fn is not None, program.saved is not None]
+    given = [program.block is not None, program.fn is not None, program.capture is not None]
     if sum(given) != 1:
         raise InputError(f"expected one of --fn, --block and --capture, got {sum(given)} of them")
-    if program.saved is None:
+    if program.capture is None:
         return _compiled(program)
-    own = {"--shape": program.shapes, "--args": program.args, "--mode": program.mode != "forward"}
+    own = {"--shape": program.shape, "--args": program.args, "--mode": program.mode != "forward"}
     own |= {"--target": program.target != "h200", "--strategy": program.strategy != "xla"}
     if named := [option for option, value in own.items() if value]:
         raise InputError(f"a --capture is compiled already: {', '.join(named)} cannot change it")
-    return load_analysis(program.saved)
+    return load_analysis(program.capture)
 
 
 def load_analysis(text: str) -> Analysis:
@@ -173,9 +172,9 @@ def _compiled(program: Program) -> Analysis:
         if program.strategy == FUSED or program.args is not None:
             raise InputError(f"{FUSED} and --args are for --fn; a block takes --shape BATCHxLENGTH and a strategy")
         made: Any = program.block
-        shapes: tuple[Any, ...] = inputs.block_shape(program.shapes)
+        shapes: tuple[Any, ...] = inputs.block_shape(program.shape or ())
     else:
-        made, shapes = inputs.load_program(program.fn, program.shapes, program.args)
+        made, shapes = inputs.load_program(program.fn, program.shape or (), program.args)
         if program.strategy == FUSED:
             from xlafuse.fusion import fuse
 

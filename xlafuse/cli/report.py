@@ -11,10 +11,14 @@ import webbrowser
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from xlafuse.cli.errors import InputError, StrategyFailedError
+from xlafuse.cli.options import names
 from xlafuse.cli.output import output_folder, write_files
 from xlafuse.errors import ComparisonError
 
@@ -33,46 +37,140 @@ DEFAULT_FOLDER = Path("xlafuse-report")
 _NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
+class Mode(StrEnum):
+    """Which function of the program is compiled."""
+
+    forward = "forward"
+    grad = "grad"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Options of one `xlafuse report`, as typed."""
+    """Options of `xlafuse report`."""
 
-    block: str | None
-    fn: str | None
-    shapes: tuple[str, ...]
-    args: str | None
-    captures: tuple[Path, ...]
-    module: str | None
-    """Which module to take if a dump among the captures has several."""
-    mode: Literal["forward", "grad"]
-    target: str
-    strategies: tuple[str, ...] | None
-    options: tuple[str, ...]
-    """XLA options 'NAME=VALUE', which together make one more strategy."""
-    baseline: str | None
-    output: Path | None
-    json: bool
-    open_page: bool
-    measure: bool
-    """Whether to run every strategy on the attached GPU."""
-    measured: Path | None
-    profile: Path | None
-    trace: Path | None
-    """File for the trace events."""
-    numerics: bool
-    timeout: float
-    tries: int | None
-    """How many remedies to try; None means `TRIES` if the baseline is XLA without changes."""
-    keep_capture: Path | None
-    redact: bool
+    block: Annotated[
+        str | None,
+        typer.Option(metavar="PRESET", help="A transformer block: llama3-8b (the default), gpt2-medium, tiny."),
+    ] = None
+    fn: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="A JAX function instead, given as package.module:name or file.py:name."
+        ),
+    ] = None
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SHAPE",
+            help="For a block: BATCHxLENGTH, such as 2x4096 (the default). For a function: one for each "
+            "argument, such as 'bf16[8192,4096]' or 'f32[]'.",
+        ),
+    ] = None
+    args: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY",
+            help="For a function whose arguments are trees: a function that returns them as a tuple of arrays "
+            "or jax.ShapeDtypeStruct.",
+        ),
+    ] = None
+    capture: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Read a saved capture, or a folder that xla_dump_to wrote, instead of compiling. Repeat to "
+            "compare several.",
+        ),
+    ] = None
+    module: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Module to take from a folder with several, such as jit_train_step. Default: the largest.",
+        ),
+    ] = None
+    mode: Annotated[
+        Mode, typer.Option(help="forward: the program itself; grad: with the gradients of a training step.")
+    ] = Mode.forward
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="TARGET", help="GPU to compile for: a name from `xlafuse targets`, or the path of a target config."
+        ),
+    ] = "h200"
+    strategies: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,C", help="Strategies to compare; see `xlafuse strategies`. Default: all that apply."),
+    ] = None
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Add a strategy: XLA with this option, which a remedy may name. Several options are set together.",
+        ),
+    ] = None
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Strategy to compare the others with. Default: xla, or the first capture."),
+    ] = None
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Folder for report.html and report.json, which are overwritten. Default: xlafuse-report, or "
+            "xlafuse-report-2 and so on if that holds a report; none with --json. The page has the PTX of kernels up "
+            "to 0.5 MB, the JSON all of it.",
+        ),
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False
+    open_page: Annotated[bool, typer.Option("--open", help="Open report.html in the browser.")] = False
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Compile every strategy for the attached GPU and run it there."),
+    ] = False
+    measured: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Show times from the measured.json that --measure wrote elsewhere."),
+    ] = None
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Show times from a profile of this program by jax.profiler."),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the measured launches as trace events, for ui.perfetto.dev."),
+    ] = None
+    numerics: Annotated[
+        bool, typer.Option("--numerics/--no-numerics", help="Check a block's results on the CPU at a small size.")
+    ] = True
+    tries: Annotated[
+        int | None,
+        typer.Option(
+            "--try",
+            metavar="N",
+            min=0,
+            help="Compile again with the first N remedies that can be tried, and show what they save. Default: "
+            "5 if the baseline is xla; 0 tries none.",
+        ),
+    ] = None
+    keep_capture: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Save the capture of each strategy in this folder, for --capture."),
+    ] = None
+    redact: Annotated[
+        bool,
+        typer.Option("--redact", help="Leave the program's names, paths, HLO and PTX out of all output."),
+    ] = False
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one compilation.")] = 300.0
 
 
-def run(request: Request) -> None:
-    """Runs the command.
+def report(request: Request) -> None:
+    """Compile a program under several strategies and compare their launches, traffic and missed fusions.
 
-    Raises:
-        StrategyFailedError: a requested strategy has no analysis; the files are written all the same.
-        InputError: bad options; `cli_errors` turns this and other errors of the packages into a message.
+    Only --measure needs a GPU. Exits with 0 if the report has every requested strategy, 1 if one is missing (the report
+    of the others is written), 2 on bad input.
     """
     use_cpu_without_gpu()
     if request.measure:  # another process runs the program; tracing it here would take GPU memory
@@ -93,7 +191,7 @@ def run(request: Request) -> None:
 
 def _missing(request: Request, comparison: Comparison, failed: Collection[str]) -> dict[str, str]:
     """Returns the strategies that failed, or were named but have no analysis or no times, with the reason."""
-    asked = {*(request.strategies or ()), *([OPTIONS_STRATEGY] if request.options else []), *failed}
+    asked = {*names(request.strategies), *([OPTIONS_STRATEGY] if request.option else []), *failed}
     without = (result for result in comparison.strategies if result.analysis is None and result.name in asked)
     missing = {result.name: f"analysis: {result.error or 'no reason given'}" for result in without}
     if request.measure:
@@ -117,15 +215,15 @@ def _made(request: Request) -> tuple[Comparison, list[Path], list[str]]:
     from hlo_analysis.report import redacted
     from xlafuse.measurements import load, with_measurements, with_profile
 
-    program, shapes = _program(request) if not request.captures else (None, ())
+    program, shapes = _program(request) if not request.capture else (None, ())
     measured = load(request.measured) if request.measured else None
     profile = read_profile(request.profile) if request.profile else None
     folder = request.output or (None if request.json and not request.open_page else _unused_folder())
     with output_folder(folder) if folder else nullcontext():
-        if request.captures:
+        if request.capture:
             from xlafuse.cli.captures import compare_captures
 
-            comparison, failed = compare_captures(request.captures, request.baseline, request.module), []
+            comparison, failed = compare_captures(request.capture, request.baseline, request.module), []
         else:
             comparison, failed = _compare(request, program, shapes)
         if measured is not None:
@@ -165,11 +263,11 @@ def _check(request: Request) -> None:
         raise InputError("--args gives the arguments of --fn; a block takes --shape BATCHxLENGTH")
     if sum((request.measure, request.measured is not None, request.profile is not None)) > 1:
         raise InputError("expected one of --measure, --measured and --profile")
-    if request.module is not None and not request.captures:
+    if request.module is not None and not request.capture:
         raise InputError("--module names one of the modules in a --capture")
-    if request.captures:
-        own = {"--block": request.block, "--fn": request.fn, "--shape": request.shapes, "--args": request.args}
-        own |= {"--strategies": request.strategies, "--option": request.options}
+    if request.capture:
+        own = {"--block": request.block, "--fn": request.fn, "--shape": request.shape, "--args": request.args}
+        own |= {"--strategies": names(request.strategies), "--option": request.option}
         own |= {"--measure": request.measure, "--keep-capture": request.keep_capture}
         own |= {"--target": request.target != DEFAULT_TARGET, "--mode": request.mode != "forward"}
         given = [option for option, value in own.items() if value]
@@ -186,8 +284,8 @@ def _check(request: Request) -> None:
         _check_gpu(request.target)
     load_target(request.target)
     get_strategy(request.baseline or BASELINE)
-    resolve_strategies(request.strategies)
-    compiler_options(request.options)
+    resolve_strategies(names(request.strategies) or None)
+    compiler_options(request.option or ())
 
 
 def _check_gpu(target: str) -> None:
@@ -208,8 +306,8 @@ def _program(request: Request) -> tuple[Any, tuple[Any, ...]]:
 
         block = request.block or DEFAULT_BLOCK
         get_preset(block)
-        return block, inputs.block_shape(request.shapes)
-    return inputs.load_program(request.fn, request.shapes, request.args)
+        return block, inputs.block_shape(request.shape or ())
+    return inputs.load_program(request.fn, request.shape or (), request.args)
 
 
 def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> tuple[Comparison, list[str]]:
@@ -219,18 +317,18 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> tuple[C
     from xlafuse.comparison import compare
     from xlafuse.strategies import resolve_strategies
 
-    strategies: tuple[str | Strategy, ...] | None = request.strategies
+    strategies: tuple[str | Strategy, ...] | None = names(request.strategies) or None
     if (
         strategies is None and request.fn is not None
     ):  # strategies that choose kernels for a block's sites do not apply to a function
         strategies = tuple(strategy.name for strategy in resolve_strategies(None) if "block" not in strategy.requires)
-    if request.options:
-        strategies = (*resolve_strategies(strategies), _with_options(request.options))
-    names = [strategy.name for strategy in resolve_strategies(strategies)]
+    if request.option:
+        strategies = (*resolve_strategies(strategies), _with_options(request.option))
+    labels = [strategy.name for strategy in resolve_strategies(strategies)]
     baseline = request.baseline or BASELINE
     tries = request.tries if request.tries is not None else TRIES if baseline == BASELINE else 0
     states: dict[str, str] = {}
-    with progress_on(Console(stderr=True), names) as show:
+    with progress_on(Console(stderr=True), labels) as show:
 
         def progress(name: str, state: str) -> None:
             states[name] = state
@@ -242,7 +340,7 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> tuple[C
                 shapes,
                 strategies=strategies,
                 target="attached" if request.measure else request.target,
-                mode=request.mode,
+                mode=request.mode.value,
                 baseline=baseline,
                 numerics=request.numerics,
                 tries=tries,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from pallas_kernels.dispatch import Choice, listening
+from pallas_kernels.dispatch import Choice, choice, listening
 from pallas_kernels.primitives.gradients import differentiated_as
 from pallas_kernels.primitives.partitioned import on_one_device
 from pallas_kernels.primitives.platform import varying_alike
@@ -136,37 +136,23 @@ def _with_stream(operation: str, arrays: Mapping[str, Any], options: Mapping[str
     return on_one_device(operation, kernels, partial(together, implementation="xla"), varying_alike(dict(arrays)))
 
 
-class _Chosen(Exception):
-    """Ends a call as soon as its implementation is known."""
-
-
 def implementation_of(site: Site) -> str | None:
     """Returns the implementation that the operation takes here; None where it refuses the arguments."""
-    choice = choice_of(site)
-    return None if choice is None else choice.taken
+    found = choice_of(site)
+    return None if found is None else found.taken
 
 
 def choice_of(site: Site) -> Choice | None:
     """Returns what the operation takes here, and why not the others; None where it refuses the arguments."""
-    chosen: list[Choice] = []
-
-    def listener(choice: Choice) -> None:
-        chosen.append(choice)
-        raise _Chosen
-
     structs = {}
     for name, binding in site.arrays.items():
         keeps = name in site.broadcasting
         shape = tuple(1 if keeps and axis in binding.missing else size for axis, size in enumerate(binding.shape))
         structs[name] = jax.ShapeDtypeStruct(shape, binding.value.dtype)
     try:
-        with listening(listener):
-            jax.eval_shape(site.call, structs)
-    except _Chosen:
-        return chosen[0]
+        return choice(site.call, structs)
     except (TypeError, ValueError, NotImplementedError):
         return None
-    return None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

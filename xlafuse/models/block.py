@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import jax
@@ -10,10 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+import pallas_kernels
 from xlafuse.errors import InapplicablePlanError
-from xlafuse.models import layers
+from xlafuse.models import kernels, layers
 from xlafuse.models.config import BlockConfig
 from xlafuse.models.plan import FusionPlan
+
+_FUSES = ("mosaic", "best")
+"""Implementations of a product that compute what is around it, too."""
 
 
 class Norm(nnx.Module):
@@ -30,17 +33,16 @@ class Norm(nnx.Module):
         """Normalises `x` (B, T, hidden); returns the result and the `x` for the residual stream."""
         scale, epsilon = self.scale[...], self.config.epsilon
         bias = self.bias[...] if self.config.norm == "layer_norm" else None
-        if implementation == "mosaic":
-            from xlafuse.models import kernels
-
-            return kernels.normalise(self.config, x, scale, bias)
-        if implementation == "triton":
-            from xlafuse.models import triton_kernels
-
-            return triton_kernels.normalise(self.config, x, scale, bias), x
+        if implementation != "xla":
+            return kernels.normalise(self.config, x, scale, bias, _named(implementation))
         if bias is not None:
             return layers.layer_norm(x, scale, bias, epsilon=epsilon), x
         return layers.rms_norm(x, scale, epsilon=epsilon), x
+
+
+def _named(implementation: str) -> str | None:
+    """Returns the operations' argument for a plan's name."""
+    return None if implementation == "best" else implementation
 
 
 class KeyValueCache(NamedTuple):
@@ -130,23 +132,32 @@ class TransformerBlock(nnx.Module):
         filled: Array | None,
         dropout_key: Array | None,
     ) -> tuple[Array, KeyValueCache | None]:
-        config = self.config
-        plan = plan or FusionPlan()
+        config, plan = self.config, plan or FusionPlan()
         if x.ndim != 3 or x.shape[-1] != config.hidden_size:
             raise ValueError(f"x must have the shape (batch, length, {config.hidden_size}), got {x.shape}.")
-        for site, reason in plan.inapplicable(config).items():
-            raise InapplicablePlanError(f"{getattr(plan, site)!r} cannot serve the site {site!r}: {reason}.")
-        cached_attention = plan.attention
-        if "best" in plan.fused_sites.values():
-            from xlafuse.models.best import settled
+        try:
+            if plan.rope not in ("xla", "best") and config.rope_theta is None:
+                raise NotImplementedError(f"{config.name} has no rotary embedding")
+            return self._planned(x, positions, plan, cache, filled, dropout_key)
+        except NotImplementedError as error:
+            raise InapplicablePlanError(str(error)) from error
 
-            plan = settled(plan, config, (x.shape[0], x.shape[1]), arrays=(x, *jax.tree.leaves(nnx.state(self))))
+    def _planned(
+        self,
+        x: Array,
+        positions: Array | None,
+        plan: FusionPlan,
+        cache: KeyValueCache | None,
+        filled: Array | None,
+        dropout_key: Array | None,
+    ) -> tuple[Array, KeyValueCache | None]:
+        config = self.config
         attention_key, mlp_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         with jax.named_scope("block"):
             (query, key, value), x = self._normed_heads(x, positions, plan)
             with jax.named_scope("attention"):
                 if cache is not None and x.shape[1] == 1:
-                    mixed, cache = self._mix_cached(query, key, value, cache, cast(Array, filled), cached_attention)
+                    mixed, cache = self._mix_cached(query, key, value, cache, cast(Array, filled), plan.attention)
                 else:
                     mixed = self._mix(query, key, value, plan.attention)
                     if cache is not None:
@@ -159,37 +170,40 @@ class TransformerBlock(nnx.Module):
             y = self._add_projected(x, hidden, plan.down_projection, self.down, ("down", "mlp"), mlp_key)
             return y, cache
 
-    def _takes_norm(self, norm: str, site: str, x: Array, plan: FusionPlan) -> bool:
-        """Tells whether the product at `site` computes the norm too."""
-        if not getattr(plan, norm) == getattr(plan, site) == "mosaic" or x.dtype != jnp.dtype(self.config.dtype):
-            return False
-        from xlafuse.models import support
-
-        return support.takes_norm(site, self.config, x.shape[0] * x.shape[1])
-
     def _normed_heads(
         self, x: Array, positions: Array | None, plan: FusionPlan
     ) -> tuple[tuple[Array, Array, Array], Array]:
-        if self._takes_norm("attention_norm", "qkv_projection", x, plan):
-            from xlafuse.models import kernels
-
-            projections = (self.query, self.key, self.value)
-            with jax.named_scope("qkv_projection"):
-                scale = self.attention_norm.scale[...]
-                return kernels.normalise_and_project_heads(self.config, x, scale, projections, positions)
+        """Returns query, key and value, (B, T, heads, head_dim), after RoPE, and the residual stream."""
+        norm = kernels.norm_in_product(self.config, x, self.attention_norm.scale[...])
+        if norm is not None and plan.attention_norm == plan.qkv_projection in _FUSES:
+            return self._heads(x, positions, plan, norm), x
         with jax.named_scope("attention_norm"):
             normed, stream = self.attention_norm(x, plan.attention_norm)
         return self._heads(normed, positions, plan), stream
 
+    def _heads(
+        self, x: Array, positions: Array | None, plan: FusionPlan, norm: pallas_kernels.Norm | None = None
+    ) -> tuple[Array, Array, Array]:
+        config = self.config
+        projections = (self.query, self.key, self.value)
+        counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        with jax.named_scope("qkv_projection"):
+            if plan.qkv_projection in _FUSES:
+                how = _named(plan.qkv_projection)
+                return kernels.project_heads(config, x, projections, positions, how, norm=norm)
+            query, key, value = (
+                self._project(layer, x, plan.qkv_projection).reshape(*x.shape[:2], heads, config.head_dim)
+                for layer, heads in zip(projections, counts, strict=True)
+            )
+        if config.rope_theta is not None:
+            with jax.named_scope("rope"):
+                query, key = self._rotate(query, key, positions, plan.rope)
+        return query, key, value
+
     def _mix(self, query: Array, key: Array, value: Array, implementation: str) -> Array:
-        if implementation == "mosaic":
-            from xlafuse.models import kernels
-
-            return kernels.attend(query, key, value, is_causal=self.config.is_causal)
-        if implementation == "triton":
-            from xlafuse.models import triton_kernels
-
-            return triton_kernels.attend(query, key, value, is_causal=self.config.is_causal)
+        if implementation not in ("xla", "cudnn"):
+            how, is_causal = _named(implementation), self.config.is_causal
+            return kernels.attend(query, key, value, is_causal=is_causal, implementation=how)
         attention = layers.cudnn_attention if implementation == "cudnn" else layers.attention
         return attention(query, key, value, is_causal=self.config.is_causal)
 
@@ -197,9 +211,7 @@ class TransformerBlock(nnx.Module):
         self, query: Array, key: Array, value: Array, cache: KeyValueCache, filled: Array, implementation: str
     ) -> tuple[Array, KeyValueCache]:
         lengths = jnp.broadcast_to(filled + 1, query.shape[:1])
-        if implementation in ("mosaic", "best"):
-            from xlafuse.models import kernels
-
+        if implementation in _FUSES:
             mixed, *extended = kernels.attend_cached(query, key, value, cache, lengths)
             return mixed, KeyValueCache(*extended)
         cache = cache.appended(key, value, filled)
@@ -208,33 +220,9 @@ class TransformerBlock(nnx.Module):
         )
         return mixed, cache
 
-    def _heads(self, x: Array, positions: Array | None, plan: FusionPlan) -> tuple[Array, Array, Array]:
-        """Returns query, key and value of the normed tokens, (B, T, heads, head_dim), after RoPE."""
-        config = self.config
-        projections = (self.query, self.key, self.value)
-        counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        with jax.named_scope("qkv_projection"):
-            if plan.qkv_projection == "mosaic":
-                from xlafuse.models import kernels
-
-                return kernels.project_heads(config, x, projections, positions)
-            project = self._projection(plan.qkv_projection)
-            query, key, value = (
-                project(layer, x).reshape(*x.shape[:2], heads, config.head_dim)
-                for layer, heads in zip(projections, counts, strict=True)
-            )
-        if config.rope_theta is not None:
-            with jax.named_scope("rope"):
-                query, key = self._rotate(query, key, positions, plan.rope)
-        return query, key, value
-
-    def _projection(self, implementation: str) -> Callable[[nnx.Linear, Array], Array]:
-        """Returns the function that multiplies by a layer's weights if nothing is fused into the product."""
-        if implementation != "triton":
-            return lambda layer, x: layer(x)
-        from xlafuse.models import triton_kernels
-
-        return lambda layer, x: triton_kernels.project(self.config, x, layer)
+    def _project(self, layer: nnx.Linear, x: Array, implementation: str) -> Array:
+        """Multiplies by a layer's weights, with nothing else fused into the product."""
+        return layer(x) if implementation == "xla" else kernels.project(self.config, x, layer, _named(implementation))
 
     def _add_projected(
         self,
@@ -248,27 +236,16 @@ class TransformerBlock(nnx.Module):
         """Returns `stream + dropout(layer(x))`; `names` are the scopes of the projection and of the addition."""
         drops = dropout_key is not None and self.config.dropout_rate > 0
         with jax.named_scope(f"{names[0]}_projection"):
-            if implementation == "mosaic":
-                from xlafuse.models import kernels
-
-                update = kernels.project(self.config, x, layer, residual=None if drops else stream)
-                if not drops:
-                    return update
-            elif implementation == "triton" and not drops:
-                from xlafuse.models import triton_kernels
-
-                return triton_kernels.project(self.config, x, layer, residual=stream)
-            else:
-                update = self._projection(implementation)(layer, x)
+            if implementation != "xla" and not drops:
+                return kernels.project(self.config, x, layer, _named(implementation), residual=stream)
+            update = self._project(layer, x, implementation)
         update = self._dropout(update, dropout_key)
         with jax.named_scope(f"{names[1]}_residual"):
             return stream + update
 
     def _rotate(self, query: Array, key: Array, positions: Array | None, implementation: str) -> tuple[Array, Array]:
-        if implementation == "mosaic":
-            from xlafuse.models import kernels
-
-            return kernels.rotate(self.config, query, key, positions)
+        if implementation != "xla":
+            return kernels.rotate(self.config, query, key, positions, _named(implementation))
         if positions is None:
             positions = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
         wide = jnp.promote_types(query.dtype, jnp.float32)
@@ -278,57 +255,50 @@ class TransformerBlock(nnx.Module):
 
     def _expand(self, x: Array, plan: FusionPlan) -> tuple[Array, Array]:
         """Returns the MLP's activations, (B, T, mlp), for tokens (B, T, hidden), and the residual stream."""
-        if self._takes_norm("mlp_norm", "up_projection", x, plan):
-            from xlafuse.models import kernels
-
+        config = self.config
+        how = plan.up_projection
+        if config.mlp == "swiglu" and config.use_bias and how == "best":
+            how = "xla"  # the operation has no biases
+        norm = kernels.norm_in_product(config, x, self.mlp_norm.scale[...])
+        if norm is not None and config.mlp == "swiglu" and plan.mlp_norm == how in _FUSES:
             with jax.named_scope("gate_up_projection"):
-                return kernels.normalise_and_expand(self.config, x, self.mlp_norm.scale[...], self.up, self.gate)
+                return kernels.expand_gated(config, x, self.gate, self.up, _named(how), norm=norm), x
         with jax.named_scope("mlp_norm"):
             normed, stream = self.mlp_norm(x, plan.mlp_norm)
-        return self._expand_normed(normed, plan), stream
+        expand = self._expand_gated if config.mlp == "swiglu" else self._expand_plain
+        return expand(normed, how, plan.activation), stream
 
-    def _expand_normed(self, x: Array, plan: FusionPlan) -> Array:
-        is_gated = self.config.mlp == "swiglu"
-        scope = "gate_up_projection" if is_gated else "up_projection"
-        if plan.up_projection == "mosaic":
-            from xlafuse.models import kernels
-
-            with jax.named_scope(scope):
-                return kernels.expand(self.config, x, self.up, self.gate if is_gated else None)
-        if plan.up_projection == "triton":
-            from xlafuse.models import triton_kernels
-
-            with jax.named_scope(scope):
-                if not is_gated:
-                    return triton_kernels.project(self.config, x, self.up, activation="gelu_tanh")
-                gate = triton_kernels.project(self.config, x, self.gate, activation="silu")
-                up = triton_kernels.project(self.config, x, self.up)
-            with jax.named_scope("activation"):
-                return gate * up
-        if not is_gated:
-            return self._activate_up(x, plan.activation)
-        with jax.named_scope(scope):
-            gate, up = self.gate(x), self.up(x)
+    def _expand_gated(self, x: Array, implementation: str, activation: str) -> Array:
+        with jax.named_scope("gate_up_projection"):
+            if implementation in _FUSES:
+                return kernels.expand_gated(self.config, x, self.gate, self.up, _named(implementation))
+            if implementation == "triton":
+                gate = kernels.project(self.config, x, self.gate, "triton", activation="silu")
+                up = kernels.project(self.config, x, self.up, "triton")
+            else:
+                gate, up = self.gate(x), self.up(x)
         with jax.named_scope("activation"):
-            if plan.activation == "xla":
+            if implementation == "triton":
+                return gate * up
+            if activation == "xla":
                 return jax.nn.silu(gate) * up
-            from xlafuse.models import kernels
+            return pallas_kernels.gated_activation(gate, up, activation="silu", implementation=_named(activation))
 
-            return kernels.gate_activation(gate, up)
-
-    def _activate_up(self, x: Array, implementation: str) -> Array:
-        if implementation == "xla":
+    def _expand_plain(self, x: Array, implementation: str, activation: str) -> Array:
+        if implementation != "xla":
+            with jax.named_scope("up_projection"):
+                return kernels.project(self.config, x, self.up, _named(implementation), activation="gelu_tanh")
+        if activation == "xla":
             with jax.named_scope("up_projection"):
                 up = self.up(x)
             with jax.named_scope("activation"):
                 return jax.nn.gelu(up, approximate=True)
-        from xlafuse.models import kernels
-
         dtype = jnp.dtype(self.config.dtype)
         with jax.named_scope("up_projection"):
             up = jnp.matmul(x.astype(dtype), self.up.kernel[...].astype(dtype))
         with jax.named_scope("activation"):
-            return kernels.gelu(up, None if self.up.bias is None else self.up.bias[...])
+            bias = None if self.up.bias is None else self.up.bias[...]
+            return pallas_kernels.bias_activation(up, bias, activation="gelu_tanh", implementation=_named(activation))
 
     def _dropout(self, x: Array, key: Array | None) -> Array:
         if key is None or self.config.dropout_rate == 0.0:

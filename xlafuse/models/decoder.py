@@ -13,7 +13,7 @@ from flax import nnx
 from jax import Array
 
 from xlafuse.errors import UnknownNameError
-from xlafuse.models import layers
+from xlafuse.models import kernels, layers
 from xlafuse.models.block import KeyValueCache, TransformerBlock
 from xlafuse.models.config import BlockConfig, get_preset
 from xlafuse.models.plan import FusionPlan
@@ -132,8 +132,6 @@ class Decoder:
         hidden = self._hidden(params, tokens[:, :-1], remat=remat)
         with jax.named_scope("loss"):
             if self.plan.up_projection in ("mosaic", "best"):
-                from xlafuse.models import kernels
-
                 return kernels.head_loss(hidden, params["head"], tokens[:, 1:])
             logits = (hidden @ params["head"]).astype(jnp.float32)
             at_label = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
@@ -203,23 +201,8 @@ class Decoder:
         config, bias = self.config.block, params.get("bias")
         with jax.named_scope("final_norm"):
             if self.plan.mlp_norm in ("mosaic", "best"):
-                from xlafuse.models import kernels
-
-                return kernels.normalise(config, x, params["scale"], bias)[0]
+                how = None if self.plan.mlp_norm == "best" else self.plan.mlp_norm
+                return kernels.normalise(config, x, params["scale"], bias, how)[0]
             if bias is not None:
                 return layers.layer_norm(x, params["scale"], bias, epsilon=config.epsilon)
             return layers.rms_norm(x, params["scale"], epsilon=config.epsilon)
-
-
-def generate(decoder: Decoder, params: Params, prompts: Array, count: int, *, length: int) -> Array:
-    """Generates the likeliest `count` tokens after each prompt (B, T); returns (B, count).
-
-    length: the cache's length, in tokens a sequence.
-    """
-    step = jax.jit(partial(Decoder.step, decoder), donate_argnums=2)
-    token, cache, filled = step(params, prompts, decoder.empty_cache(len(prompts), length), jnp.int32(0))
-    tokens = [token]
-    for _ in range(count - 1):
-        token, cache, filled = step(params, token, cache, filled)
-        tokens.append(token)
-    return jnp.concatenate(tokens, axis=1)

@@ -1,103 +1,105 @@
-"""Runs the block's sites on Mosaic GPU kernels; `support.py` tells which blocks each site's kernel takes.
+"""Runs the block's sites on operations of `pallas_kernels`.
 
-Every function runs its kernel or raises `NotImplementedError` with the operation's reason.
+implementation: a name as the operations take it; None: the operation's own choice. Every function runs what is named or
+raises `NotImplementedError` with the operation's reason.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, ShapeDtypeStruct
+from jax import Array
 
 import pallas_kernels
 from pallas_kernels import Norm
-from pallas_kernels.ops.attention.forward.config import preferred
-from pallas_kernels.ops.attention.problem import problem_of
-from pallas_kernels.primitives.gradients import differentiated_as
-from pallas_kernels.primitives.platform import varying_alike
+from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS
 from xlafuse.models.config import BlockConfig
 
 
-def normalise(config: BlockConfig, x: Array, scale: Array, bias: Array | None) -> tuple[Array, Array]:
+def normalise(
+    config: BlockConfig, x: Array, scale: Array, bias: Array | None, implementation: str | None
+) -> tuple[Array, Array]:
     """Returns the block's norm of `x` (B, T, hidden), and `x` for the residual stream.
 
     In the backward pass, the residual stream's gradient goes through the norm's kernel, which adds it to its own
     gradient; otherwise that sum would be a launch of its own. The forward sum belongs to the matrix product before the
     norm, whose epilogue reads only one more array. In the norm it would cost one more read and one more write.
     """
-    norm = partial(pallas_kernels.layer_norm, bias=bias) if config.norm == "layer_norm" else pallas_kernels.rms_norm
-    return norm(x, scale, returns_total=True, epsilon=config.epsilon, implementation="mosaic")  # pyright: ignore
+    norm = pallas_kernels.rms_norm
+    if bias is not None:
+        norm = functools.partial(pallas_kernels.layer_norm, bias=bias)
+    if implementation == "triton":  # has no such second result
+        return cast(Array, norm(x, scale, epsilon=config.epsilon, implementation="triton")), x
+    return cast(Any, norm(x, scale, returns_total=True, epsilon=config.epsilon, implementation=implementation))
+
+
+def norm_in_product(config: BlockConfig, x: Array, scale: Array) -> Norm | None:
+    """Returns the norm of `x` (B, T, hidden) as an argument of the product after it; None: it is a launch of its own.
+
+    The rows must be so few that their norm may be computed in the product's launch.
+    """
+    fuses = config.norm == "rms_norm" and x.shape[0] * x.shape[1] <= MOST_FUSED_NORM_ROWS
+    return Norm(scale, epsilon=config.epsilon) if fuses and x.dtype == jnp.dtype(config.dtype) else None
 
 
 def project_heads(
-    config: BlockConfig, x: Array, layers: Sequence[nnx.Linear], positions: Array | None
-) -> tuple[Array, Array, Array]:
-    """Returns query, key and value of `x` (B, T, hidden), each (B, T, heads, head_dim), with RoPE on the first two."""
-    return _project_heads(config, x, None, _arrays_of(layers), _positions(config, x, positions))
-
-
-def normalise_and_project_heads(
-    config: BlockConfig, x: Array, scale: Array, layers: Sequence[nnx.Linear], positions: Array | None
-) -> tuple[tuple[Array, Array, Array], Array]:
-    """Runs norm and `project_heads` in one launch; also returns `x` for the residual stream.
-
-    Its gradient is that of `normalise` and `project_heads`.
-    """
-
-    def together(x, scale, arrays, positions):
-        return _project_heads(config, x, Norm(scale, epsilon=config.epsilon), arrays, positions), x
-
-    def apart(x, scale, arrays, positions):
-        normed, stream = normalise(config, x, scale, None)
-        return _project_heads(config, normed, None, arrays, positions), stream
-
-    positions = _positions(config, x, positions)
-    return differentiated_as(apart, together)(*varying_alike((x, scale, _arrays_of(layers), positions)))
-
-
-def _arrays_of(layers: Sequence[nnx.Linear]) -> list[tuple[Array, Array | None]]:
-    return [(layer.kernel[...], None if layer.bias is None else layer.bias[...]) for layer in layers]
-
-
-def _positions(config: BlockConfig, x: Array, positions: Array | None) -> Array | None:
-    if config.rope_theta is None:
-        return None
-    return jnp.arange(x.shape[1], dtype=jnp.int32) if positions is None else positions
-
-
-def _project_heads(
     config: BlockConfig,
     x: Array,
-    norm: Norm | None,
-    arrays: Sequence[tuple[Array, Array | None]],
+    layers: Sequence[nnx.Linear],
     positions: Array | None,
+    implementation: str | None,
+    *,
+    norm: Norm | None = None,
 ) -> tuple[Array, Array, Array]:
+    """Returns query, key and value of `x` (B, T, hidden), each (B, T, heads, head_dim), with RoPE on the first two."""
     dtype = jnp.dtype(config.dtype)
+    rope = None
+    if config.rope_theta is not None:
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32) if positions is None else positions
+        rope = pallas_kernels.Rope(positions, config.rope_theta)
     return pallas_kernels.qkv_projection(
         x.astype(dtype),
-        *(kernel.astype(dtype) for kernel, _ in arrays),
-        bias=[cast(Array, bias) for _, bias in arrays] if config.use_bias else None,
+        *(layer.kernel[...].astype(dtype) for layer in layers),
+        bias=[cast(nnx.Param, layer.bias)[...] for layer in layers] if config.use_bias else None,
         head_size=config.head_dim,
         norm=norm,
-        rope=None if positions is None else pallas_kernels.Rope(positions, cast(float, config.rope_theta)),
-        implementation="mosaic",
+        rope=rope,
+        implementation=implementation,
     )
 
 
-def rotate(config: BlockConfig, query: Array, key: Array, positions: Array | None) -> tuple[Array, Array]:
+def rotate(
+    config: BlockConfig, query: Array, key: Array, positions: Array | None, implementation: str | None
+) -> tuple[Array, Array]:
     """Applies the rotary embedding to query and key (B, T, N, H) at `positions` (B, T); None counts from 0."""
     if positions is None:
         positions = jnp.arange(query.shape[1], dtype=jnp.int32)
-    return pallas_kernels.rope(query, key, positions, theta=cast(float, config.rope_theta), implementation="mosaic")
+    theta = cast(float, config.rope_theta)
+    return pallas_kernels.rope(query, key, positions, theta=theta, implementation=implementation)
 
 
-def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
-    """Computes scaled dot-product attention; shapes as for `layers.attention`."""
-    return cast(Array, pallas_kernels.attention(query, key, value, is_causal=is_causal, implementation="mosaic"))
+def attend(query: Array, key: Array, value: Array, *, is_causal: bool, implementation: str | None) -> Array:
+    """Computes scaled dot-product attention; shapes as for `layers.attention`.
+
+    "triton" is the softmax of scores that are written out, as there is no Triton kernel for all of it.
+    """
+    if implementation != "triton":
+        return cast(
+            Array, pallas_kernels.attention(query, key, value, is_causal=is_causal, implementation=implementation)
+        )
+    batch, length, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)
+    # XLA computes rows with fewer scores than the kernel takes.
+    weights = pallas_kernels.softmax(
+        scores, scale=head_dim**-0.5, is_causal=is_causal, implementation=("triton", "xla")
+    )
+    return jnp.einsum("bkgts,bskh->btkgh", weights.astype(query.dtype), value).reshape(query.shape)
 
 
 def attend_cached(
@@ -107,9 +109,7 @@ def attend_cached(
 
     Returns also the caches, into which key and value (B, 1, K, H) of the token are written.
     """
-    return pallas_kernels.decode_attention(
-        query, *caches, lengths, new_key=key, new_value=value, implementation=("mosaic", "xla")
-    )  # pyright: ignore
+    return cast(Any, pallas_kernels.decode_attention(query, *caches, lengths, new_key=key, new_value=value))
 
 
 def head_loss(hidden: Array, head: Array, labels: Array) -> Array:
@@ -117,81 +117,41 @@ def head_loss(hidden: Array, head: Array, labels: Array) -> Array:
     return pallas_kernels.linear_cross_entropy(hidden, head.astype(hidden.dtype), labels, reduction="mean")
 
 
-def attention_order(config: BlockConfig, shape: tuple[int, int]) -> Sequence[str]:
-    """Returns the implementations of attention, fastest first, as measured at `shape` (batch, length)."""
-
-    def heads(count: int) -> Array:
-        return cast(Array, ShapeDtypeStruct((*shape, count, config.head_dim), jnp.dtype(config.dtype)))
-
-    problem, _ = problem_of(
-        heads(config.num_heads),
-        heads(config.num_kv_heads),
-        is_causal=config.is_causal,
-        **dict.fromkeys(("bias", "mask", "scale", "window", "segment_ids", "softcap", "dropout_key")),
-        dropout_rate=0.0,
-    )
-    return preferred(problem)
-
-
-def gate_activation(gate: Array, up: Array) -> Array:
-    """Computes `silu(gate) * up`; all are (B, T, mlp)."""
-    return pallas_kernels.gated_activation(gate, up, activation="silu", implementation="mosaic")
-
-
-def gelu(up: Array, bias: Array | None) -> Array:
-    """Computes `gelu(up + bias)` in its tanh form; `up` is (B, T, mlp), `bias` (mlp,)."""
-    return pallas_kernels.bias_activation(up, bias, activation="gelu_tanh", implementation="mosaic")
-
-
-def expand(config: BlockConfig, x: Array, up: nnx.Linear, gate: nnx.Linear | None) -> Array:
-    """Computes the MLP's first product and its activation, from `x` (B, T, hidden) to (B, T, mlp).
-
-    With a gate it is `silu(x @ gate) * (x @ up)`, which has no biases, else `gelu(x @ up + bias)` in its tanh form.
-    """
-    if gate is not None:
-        return _expand_gated(config, x, None, gate.kernel[...], up.kernel[...])
+def expand_gated(
+    config: BlockConfig,
+    x: Array,
+    gate: nnx.Linear,
+    up: nnx.Linear,
+    implementation: str | None,
+    *,
+    norm: Norm | None = None,
+) -> Array:
+    """Computes `silu(x @ gate) * (x @ up)`, without biases, from `x` (B, T, hidden) to (B, T, mlp)."""
     dtype = jnp.dtype(config.dtype)
-    bias = None if up.bias is None else up.bias[...]
-    return pallas_kernels.linear(
-        x.astype(dtype), up.kernel[...].astype(dtype), bias=bias, activation="gelu_tanh", implementation="mosaic"
-    )
+    if config.use_bias:
+        raise NotImplementedError(f"the kernel of gate and up has no biases, and {config.name} has")
+    weights = (layer.kernel[...].astype(dtype) for layer in (gate, up))
+    return pallas_kernels.gated_linear(x.astype(dtype), *weights, norm=norm, implementation=implementation)
 
 
-def normalise_and_expand(
-    config: BlockConfig, x: Array, scale: Array, up: nnx.Linear, gate: nnx.Linear
-) -> tuple[Array, Array]:
-    """Runs norm and `expand` in one launch; also returns `x` for the residual stream.
-
-    Its gradient is that of `normalise` and `expand`.
-    """
-
-    def together(x, scale, gate, up):
-        return _expand_gated(config, x, Norm(scale, epsilon=config.epsilon), gate, up), x
-
-    def apart(x, scale, gate, up):
-        normed, stream = normalise(config, x, scale, None)
-        return _expand_gated(config, normed, None, gate, up), stream
-
-    return differentiated_as(apart, together)(*varying_alike((x, scale, gate.kernel[...], up.kernel[...])))
-
-
-def _expand_gated(config: BlockConfig, x: Array, norm: Norm | None, gate: Array, up: Array) -> Array:
+def project(
+    config: BlockConfig,
+    x: Array,
+    layer: nnx.Linear,
+    implementation: str | None,
+    *,
+    activation: str | None = None,
+    residual: Array | None = None,
+) -> Array:
+    """Computes a layer's `activation(x @ kernel + bias) + residual`, in the residual's dtype if there is one."""
     dtype = jnp.dtype(config.dtype)
-    return pallas_kernels.gated_linear(
-        x.astype(dtype), gate.astype(dtype), up.astype(dtype), norm=norm, implementation="mosaic"
-    )
-
-
-def project(config: BlockConfig, x: Array, layer: nnx.Linear, *, residual: Array | None) -> Array:
-    """Computes a layer's `x @ kernel + bias + residual`, (B, T, hidden), in the residual's dtype if there is one."""
-    dtype = jnp.dtype(config.dtype)
-    bias = None if layer.bias is None else layer.bias[...]
     out_dtype = dtype if residual is None else jnp.promote_types(dtype, residual.dtype)
     return pallas_kernels.linear(
         x.astype(dtype),
         layer.kernel[...].astype(dtype),
-        bias=bias,
+        bias=None if layer.bias is None else layer.bias[...],
+        activation=activation,
         residual=None if residual is None else residual.astype(out_dtype),
         out_dtype=out_dtype,
-        implementation="mosaic",
+        implementation=implementation,
     )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from xlafuse.errors import UnknownNameError
-from xlafuse.models.config import BlockConfig
 
 SITES: dict[str, tuple[str, ...]] = {
     "attention_norm": ("xla", "mosaic", "triton", "best"),
@@ -26,9 +24,9 @@ SITES: dict[str, tuple[str, ...]] = {
 class FusionPlan:
     """The implementation of each site.
 
-    "xla" is plain JAX, "mosaic" a kernel of `pallas_kernels`, "triton" one of its Triton kernels
-    (`xlafuse.models.triton_kernels`), and "cudnn" cuDNN's flash attention. "best" takes the fastest of these except
-    Triton's, as measured for the device and shape of the trace (`xlafuse.models.best`).
+    "xla" is plain JAX, "mosaic" a kernel of `pallas_kernels`, "triton" one of its Triton kernels, and "cudnn" cuDNN's
+    flash attention. "best" is what the operation itself takes for the device and shape of the trace
+    (`implementation=None`): its kernel, or XLA.
 
     Kernels fuse work around their site. A norm's kernel adds the residual stream's gradient in the backward pass. An
     RMSNorm becomes part of the product after it if both are kernels, the rows are few and nothing is differentiated.
@@ -60,27 +58,3 @@ class FusionPlan:
         """The sites that are not left to XLA, with their implementations."""
         chosen = {site: getattr(self, site) for site in SITES}
         return {site: implementation for site, implementation in chosen.items() if implementation != "xla"}
-
-    def inapplicable(self, config: BlockConfig) -> dict[str, str]:
-        """Returns the sites where this plan cannot serve a block of `config`, with the reason.
-
-        The answer depends on the block alone: a kernel that serves it does so at every batch and length.
-        """
-        # Imported here because importing kernels takes most of a second, which listing strategies should not pay.
-        from xlafuse.models import support
-
-        asked = (site for site, implementation in self.fused_sites.items() if implementation == "mosaic")
-        refusals = {site: support.unsupported(site, config) for site in asked}
-        if "triton" in self.fused_sites.values():
-            from xlafuse.models import triton_kernels
-
-            of_triton = (site for site, implementation in self.fused_sites.items() if implementation == "triton")
-            refusals |= {site: triton_kernels.unsupported(site, config) for site in of_triton}
-        reasons = {site: reason for site, reason in refusals.items() if reason is not None}
-        if self.attention == "cudnn" and config.dtype not in ("bfloat16", "float16"):
-            reasons["attention"] = f"cuDNN computes in bfloat16 or float16, and {config.name} in {config.dtype}"
-        return reasons
-
-    def applicable(self, config: BlockConfig) -> FusionPlan:
-        """Returns this plan with every inapplicable site given back to XLA."""
-        return dataclasses.replace(self, **dict.fromkeys(self.inapplicable(config), "xla"))

@@ -36,12 +36,15 @@ STUDIES = (
     "debugging",
 )
 """Names of the studies, in the order of the pages."""
+_PRODUCTS = ("qkv", "mlp", "norm_linear", "linear_residual_norm", "int8", "lora", "vertical", "compute_bound")
 
 
 def get_study(name: str) -> Study:
     """Returns the study called `name`; raises `UnknownNameError` with the nearest names."""
     if name not in STUDIES:
         raise UnknownNameError("study", name, dict.fromkeys(STUDIES))
+    if name in _PRODUCTS:
+        return import_module("xlafuse.studies.product_studies").PRODUCT_STUDIES[name]
     return import_module(f"xlafuse.studies.{name}").STUDY
 
 

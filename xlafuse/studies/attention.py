@@ -98,4 +98,3 @@ STUDY = comparison(
     ],
     _cases,
 )
-CASES = _cases

@@ -11,8 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.random import key_words, mixed_words
-from xlafuse.studies import cartpole_kernel
-from xlafuse.studies.cartpole_simulation import START, STEPS, apart, drawn, drawn_apart, naive, precomputed
+from xlafuse.studies.cartpole_simulation import (
+    START,
+    STEPS,
+    apart,
+    drawn,
+    drawn_apart,
+    naive,
+    precomputed,
+    simulate_drawn,
+    simulate_given,
+    torch_times,
+)
 from xlafuse.studies.records import Claim, Conclusion, Finding, Row, Study, StudyResult
 from xlafuse.studies.variants import NO_COMMAND_BUFFERS, Case, Variant, compile_all, count_variants, wall_times
 
@@ -26,6 +36,7 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class _Inputs:
     """The same numbers in the forms that the variants take."""
@@ -37,21 +48,6 @@ class _Inputs:
     actions: Any
     resets: Any
     resets_apart: Any
-
-
-def _structs(environments: int) -> _Inputs:
-    def of(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    return _Inputs(
-        state=of(environments, 4),
-        states=(of(environments),) * 4,
-        key=jax.eval_shape(lambda: jax.random.key(0)),
-        words=of(2, dtype=jnp.uint32),
-        actions=of(STEPS, environments, dtype=jnp.int32),
-        resets=of(STEPS, environments, 4),
-        resets_apart=(of(STEPS, environments),) * 4,
-    )
 
 
 def _inputs(environments: int) -> _Inputs:
@@ -73,6 +69,10 @@ def _inputs(environments: int) -> _Inputs:
     )
 
 
+def _structs(environments: int) -> _Inputs:
+    return jax.eval_shape(lambda: _inputs(environments))
+
+
 def _variants(given: _Inputs, *, with_loop: bool = True) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     together = (given.state, given.actions, given.resets)
     apart_ = (given.states, given.actions, given.resets_apart)
@@ -87,8 +87,8 @@ def _variants(given: _Inputs, *, with_loop: bool = True) -> dict[str, tuple[Call
         "no concatenate, counter-based randoms, unroll 10": (drawn_apart(10), drawn_),
     }
     if with_loop:
-        drawn_inside = functools.partial(cartpole_kernel.simulate_drawn, steps=STEPS)
-        found |= {_KERNEL: (cartpole_kernel.simulate_given, apart_), _KERNEL_DRAWN: (drawn_inside, drawn_)}
+        drawn_inside = functools.partial(simulate_drawn, steps=STEPS)
+        found |= {_KERNEL: (simulate_given, apart_), _KERNEL_DRAWN: (drawn_inside, drawn_)}
     return found
 
 
@@ -165,12 +165,8 @@ def _on_cpu(case: str, given: _Inputs) -> Iterator[Row | str]:
 
 def _in_torch(case: str, given: _Inputs) -> Iterator[Row | str]:
     try:
-        from xlafuse.studies import cartpole_torch
-
-        yield from (
-            Row(case=case, variant=name, values=values)
-            for name, values in cartpole_torch.times(given.states, given.actions, given.resets_apart).items()
-        )
+        for name, values in torch_times(given.states, given.actions, given.resets_apart).items():
+            yield Row(case=case, variant=name, values=values)
     except Exception as error:
         yield f"PyTorch: {type(error).__name__}: {str(error)[:300]}"
 

@@ -1,4 +1,4 @@
-"""Cart-pole for many environments at once: the physics, and ways to write its simulation in JAX.
+"""Cart-pole for many environments at once: the physics, and its simulation in JAX, in PyTorch and in one kernel.
 
 The state of an environment is position, velocity, angle and angular velocity, float32. Each step has two random inputs:
 an action, 0 or 1, and the state to start from again if the pole has fallen or the cart has left the track.
@@ -11,14 +11,18 @@ Evaluation", 2023, https://arxiv.org/abs/2301.13062.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.random import mixed_words, random_bits
+from xlafuse.studies.variants import wall_times
 
 GRAVITY, POLE_MASS, TOTAL_MASS, HALF_LENGTH, FORCE, SECONDS = 9.8, 0.1, 1.1, 0.5, 10.0, 0.02
 POLE_MOMENT = POLE_MASS * HALF_LENGTH
@@ -34,15 +38,23 @@ State = tuple[Any, ...]
 """Four arrays: position, velocity, angle, angular velocity."""
 
 
-def physics(state: State, action: Any) -> State:
-    """Returns the state after one step of Euler's method, as the literature writes it."""
-    position, velocity, angle, spin = state
-    force = jnp.where(action == 1, FORCE, -FORCE)
-    cosine, sine = jnp.cos(angle), jnp.sin(angle)
+def physics(state: State, action: Any, library: Any = jnp) -> State:
+    """Returns the state after one step of Euler's method, as the literature writes it.
+
+    library: whose arrays these are, `jax.numpy` or `torch`.
+    """
+    *_, angle, spin = state
+    force = library.where(action == 1, FORCE, -FORCE)
+    cosine, sine = library.cos(angle), library.sin(angle)
     push = (force + POLE_MOMENT * spin * spin * sine) / TOTAL_MASS
     torque = GRAVITY * sine - cosine * push
     turning = torque / (HALF_LENGTH * (4.0 / 3.0 - POLE_MASS * cosine * cosine / TOTAL_MASS))
     pulling = push - POLE_MOMENT * turning * cosine / TOTAL_MASS
+    return _moved(state, pulling, turning)
+
+
+def _moved(state: State, pulling: Any, turning: Any) -> State:
+    position, velocity, angle, spin = state
     return (
         position + SECONDS * velocity,
         velocity + SECONDS * pulling,
@@ -51,9 +63,25 @@ def physics(state: State, action: Any) -> State:
     )
 
 
-def is_over(position, angle):
+def _is_over(position: Any, angle: Any) -> Any:
     """Tells whether the cart has left the track or the pole has fallen."""
-    return (jnp.abs(position) > TRACK) | (jnp.abs(angle) > FALLEN)
+    return (abs(position) > TRACK) | (abs(angle) > FALLEN)
+
+
+def _restarted(after: State, reset: State, library: Any = jnp) -> State:
+    over = _is_over(after[0], after[2])
+    return tuple(library.where(over, new, old) for new, old in zip(reset, after, strict=True))
+
+
+def advance(state: State, action: Any, reset: State, library: Any = jnp) -> State:
+    """Does a step with the state in four arrays, and starts again from `reset` where that is over."""
+    return _restarted(physics(state, action, library), reset, library)
+
+
+def _together(state: jax.Array, action: jax.Array, reset: jax.Array) -> jax.Array:
+    """Does a step with the state in one (environments, 4) array."""
+    after = jnp.stack(physics(tuple(state[:, i] for i in range(4)), action), 1)
+    return jnp.where(_is_over(after[:, 0], after[:, 2])[:, None], reset, after)
 
 
 def naive(state: jax.Array, key: jax.Array) -> jax.Array:
@@ -63,38 +91,25 @@ def naive(state: jax.Array, key: jax.Array) -> jax.Array:
         state, key = carry
         key, for_action, for_reset = jax.random.split(key, 3)
         action = jax.random.randint(for_action, state.shape[:1], 0, 2)
-        after = jnp.stack(physics(tuple(state[:, i] for i in range(4)), action), 1)
         reset = jax.random.uniform(for_reset, state.shape, minval=-START, maxval=START)
-        return (jnp.where(is_over(after[:, 0], after[:, 2])[:, None], reset, after), key), None
+        return (_together(state, action, reset), key), None
 
     return lax.scan(step, (state, key), None, length=STEPS)[0][0]
 
 
 def precomputed(unroll: int = 1) -> Callable[..., jax.Array]:
     """Takes the random numbers as arguments: actions (steps, environments) int32, resets (steps, environments, 4)."""
-
-    def simulate(state, actions, resets):
-        def step(state, randoms):
-            action, reset = randoms
-            after = jnp.stack(physics(tuple(state[:, i] for i in range(4)), action), 1)
-            return jnp.where(is_over(after[:, 0], after[:, 2])[:, None], reset, after), None
-
-        return lax.scan(step, state, (actions, resets), unroll=unroll)[0]
-
-    return simulate
+    return _simulation(_together, unroll)
 
 
 def apart(unroll: int = 1) -> Callable[..., State]:
     """Keeps the state in four arrays, so that nothing is concatenated; resets are four (steps, environments) arrays."""
+    return _simulation(advance, unroll)
 
+
+def _simulation(step: Callable[..., Any], unroll: int) -> Callable[..., Any]:
     def simulate(state, actions, resets):
-        def step(state, randoms):
-            action, reset = randoms
-            after = physics(state, action)
-            over = is_over(after[0], after[2])
-            return tuple(jnp.where(over, new, old) for new, old in zip(reset, after, strict=True)), None
-
-        return lax.scan(step, state, (actions, resets), unroll=unroll)[0]
+        return lax.scan(lambda state, each: (step(state, *each), None), state, (actions, resets), unroll=unroll)[0]
 
     return simulate
 
@@ -135,11 +150,184 @@ def drawn_apart(unroll: int = 1, steps: int = STEPS) -> Callable[..., State]:
         words, environment = mixed_words(key), jnp.arange(state[0].size, dtype=jnp.int32)
 
         def step(state, number):
-            action, reset = drawn(words, environment, number)
-            after = physics(state, action)
-            over = is_over(after[0], after[2])
-            return tuple(jnp.where(over, new, old) for new, old in zip(reset, after, strict=True)), None
+            return advance(state, *drawn(words, environment, number)), None
 
         return lax.scan(step, state, jnp.arange(steps, dtype=jnp.int32), unroll=unroll)[0]
 
     return simulate
+
+
+def torch_times(states: Any, actions: Any, resets: Any) -> dict[str, dict[str, float]]:
+    """Returns host times of the simulation in PyTorch, eager and compiled, as `wall_times` gives them."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    from xlafuse.bench.peers.tensors import to_torch
+
+    state, begins, rows = tuple(map(to_torch, states)), tuple(map(to_torch, resets)), to_torch(actions)
+
+    def steps(state, actions, resets):
+        for i in range(actions.shape[0]):
+            state = advance(state, actions[i], tuple(each[i] for each in resets), torch)
+        return state
+
+    def simulate(step: Any, stride: int) -> None:
+        now = state
+        with torch.no_grad():
+            for i in range(0, rows.shape[0], stride):
+                now = step(now, rows[i : i + stride], tuple(each[i : i + stride] for each in begins))
+        torch.cuda.synchronize()
+
+    compiled = torch.compile(steps, dynamic=False, fullgraph=True)
+    calls = {
+        "PyTorch eager": lambda: simulate(steps, 1),
+        "torch.compile": lambda: simulate(compiled, 1),
+        "torch.compile, unroll 10": lambda: simulate(compiled, 10),
+    }
+    return wall_times(calls, rounds=3)
+
+
+LANES = 128
+_CHUNK = 8
+"""Steps in one copy of the random numbers: 4 KB of each of the five arrays."""
+_STAGES = 4
+_LAYOUT = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+_PARAMETERS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+
+
+def _polynomial(square, coefficients: Sequence[float]):
+    value = jnp.float32(coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        value = value * square + coefficient
+    return value
+
+
+_SHARE = POLE_MASS / TOTAL_MASS
+_A0 = HALF_LENGTH * (4 / 3 - _SHARE)
+
+
+def _inverse_moment() -> tuple[float, ...]:
+    """Returns 1 / (l (4/3 - m cos(a)**2 / M)) as a series in a**2; the first dropped term is below 1e-8 of it."""
+    # The denominator is _A0 (1 + d) with d = k (u - u^2/3 + 2 u^3/45), u = a**2.
+    k = HALF_LENGTH * _SHARE / _A0
+    first, second, third = k, -k / 3, 2 * k / 45
+    return tuple(c / _A0 for c in (1.0, -first, first**2 - second, 2 * first * second - third - first**3))
+
+
+_INVERSE = _inverse_moment()
+
+
+def _short_step(state: State, action, reset: State) -> State:
+    """Does `advance` without sines and cosines.
+
+    A step is about forty instructions, each of which waits for the one before. This chain sets the time, not memory.
+    Sine, cosine and the one division are therefore short polynomials in the squared angle. The angle stays below
+    0.21 rad, since a fallen pole starts again, and there they are exact to float32.
+    """
+    *_, angle, spin = state
+    square = angle * angle
+    sine = angle * _polynomial(square, (1.0, -1 / 6, 1 / 120, -1 / 5040))
+    cosine = _polynomial(square, (1.0, -1 / 2, 1 / 24, -1 / 720))
+    inverse = _polynomial(square, _INVERSE)
+    force = jnp.where(action == 1, jnp.float32(FORCE / TOTAL_MASS), jnp.float32(-FORCE / TOTAL_MASS))
+    push = force + spin * spin * (sine * (POLE_MOMENT / TOTAL_MASS))
+    turning = (GRAVITY * sine - cosine * push) * inverse
+    pulling = push - turning * (cosine * (POLE_MOMENT / TOTAL_MASS))
+    return _restarted(_moved(state, pulling, turning), reset)
+
+
+def simulate_given(state: State, actions: jax.Array, resets: State) -> State:
+    """Runs the simulation in one kernel on given random numbers; each thread has an environment in registers.
+
+    The random numbers come through a ring in shared memory, with several steps in a copy and several copies ahead.
+
+    Args:
+        state: four (environments,) float32 arrays, angles within +-0.2094 rad. The number of environments is a multiple
+            of 128.
+        actions: (steps, environments) int32, 0 or 1; the number of steps is a multiple of 8.
+        resets: four (steps, environments) float32 arrays.
+    """
+    environments, steps = _checked(state[0]), actions.shape[0]
+    if steps % _CHUNK:
+        raise ValueError(f"expected a multiple of {_CHUNK} steps, got {steps}.")
+    chunks = steps // _CHUNK
+
+    def body(*refs):
+        starts, randoms, ends = refs[:4], refs[4:9], refs[9:13]
+        buffers, arrived = refs[13:18], refs[18]
+        mine = pl.ds(lax.axis_index("block") * LANES, LANES)
+
+        def fetch(chunk):
+            stage = lax.rem(chunk, _STAGES)
+            for source, buffer in zip(randoms, buffers, strict=True):
+                plgpu.copy_gmem_to_smem(
+                    source.at[pl.ds(chunk * _CHUNK, _CHUNK), mine], buffer.at[stage], arrived.at[stage]
+                )
+
+        for chunk in range(min(_STAGES - 1, chunks)):
+            fetch(jnp.int32(chunk))
+
+        def run(chunk, state):
+            stage = lax.rem(chunk, _STAGES)
+            plgpu.barrier_wait(arrived.at[stage])
+            for i in range(_CHUNK):
+                action, *reset = (plgpu.load(b.at[stage, i], layout=_LAYOUT, optimized=False) for b in buffers)
+                state = _short_step(state, action, tuple(reset))
+                if i == 0:
+                    # Every thread has now read the stage before this one.
+                    @pl.when(chunk + (_STAGES - 1) < chunks)
+                    def _():
+                        plgpu.commit_smem()
+                        fetch(chunk + (_STAGES - 1))
+
+            return state
+
+        state = tuple(plgpu.load(ref.at[mine], layout=_LAYOUT, optimized=False) for ref in starts)
+        for ref, value in zip(ends, lax.fori_loop(0, chunks, run, state), strict=True):
+            ref[mine] = value
+
+    dtypes = (jnp.int32, *(jnp.float32,) * 4)
+    return settings.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct((environments,), jnp.float32),) * 4,
+        grid=(environments // LANES,),
+        grid_names=("block",),
+        scratch_types=[
+            *(plgpu.SMEM((_STAGES, _CHUNK, LANES), dtype) for dtype in dtypes),
+            plgpu.Barrier(num_arrivals=len(dtypes), num_barriers=_STAGES),
+        ],
+        compiler_params=_PARAMETERS,
+    )(*state, actions, *resets)
+
+
+def simulate_drawn(state: State, key: jax.Array, *, steps: int) -> State:
+    """Runs the simulation in one kernel, which draws the numbers of `drawn`. key: (2,) uint32."""
+    environments = _checked(state[0])
+
+    def body(*refs):
+        starts, key_ref, ends = refs[:4], refs[4], refs[5:9]
+        first = lax.axis_index("block") * LANES
+        mine = pl.ds(first, LANES)
+        words = mixed_words(key_ref)
+        environment = first + plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=_LAYOUT)
+
+        def run(number, state):
+            action, reset = drawn(words, environment, number)
+            return _short_step(state, action, reset)
+
+        state = tuple(plgpu.load(ref.at[mine], layout=_LAYOUT, optimized=False) for ref in starts)
+        for ref, value in zip(ends, lax.fori_loop(0, steps, run, state), strict=True):
+            ref[mine] = value
+
+    return settings.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct((environments,), jnp.float32),) * 4,
+        grid=(environments // LANES,),
+        grid_names=("block",),
+        compiler_params=_PARAMETERS,
+    )(*state, key)
+
+
+def _checked(values: jax.Array) -> int:
+    if values.ndim != 1 or values.size % LANES:
+        raise ValueError(f"expected a multiple of {LANES} environments in one dimension, got shape {values.shape}.")
+    return values.size

@@ -53,6 +53,7 @@ def comparison(
         count=lambda target: count_variants(cases(), target),
         time=lambda: time_variants(cases()),
         conclude=conclude,
+        cases=cases,
     )
 
 

@@ -197,4 +197,3 @@ STUDY = comparison(
     "the bag saves nothing there, since its sums go through memory before XLA joins them. What the fused form saves is "
     "the square of products in float32, and passes between the products of a layer.",
 )
-CASES = _cases

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -130,6 +130,7 @@ class Study:
         out.
     conclude: derives sentences and findings from the rows.
     quantity: the quantity in the plot, with its label.
+    cases: the cases of a comparison (`xlafuse.studies.variants.Case`), for their counters.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Study:
     conclude: Callable[[StudyResult], Conclusion]
     time: Callable[[], Iterable[Row | str]] | None = None
     quantity: tuple[str, str] = ("us", "µs")
+    cases: Callable[[], Sequence[Any]] = tuple
 
 
 _RESULT = TypeAdapter(StudyResult)

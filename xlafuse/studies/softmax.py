@@ -85,4 +85,3 @@ STUDY = comparison(
     ],
     _cases,
 )
-CASES = _cases

@@ -47,7 +47,7 @@ def to_dataframe(analysis: Analysis, table: Table = "launches") -> Any:
     except ImportError as error:
         raise ImportError(
             "to_dataframe needs pandas, which is not installed: pip install pandas; or take "
-            "hlo_analysis.report.tables.table_rows(analysis, table), which needs nothing"
+            "hlo_analysis.tables.table_rows(analysis, table), which needs nothing"
         ) from error
     frame = pandas.DataFrame(rows)
     index = {"launches": "index", "missed": "rank"}.get(table)

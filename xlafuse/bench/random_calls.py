@@ -44,9 +44,8 @@ class Limits:
     def allow(self, op: OpSpec, call: ArgSpec) -> bool:
         """Whether the call is within the limits."""
         arrays = {name: a for name, a in call.arguments.items() if isinstance(a, ArraySpec)}
-        if op.name == "attention":
-            query, key = arrays["query"].shape, arrays["key"].shape
-            largest, most = math.prod(query[:3]) * key[1], self.scores
+        if op.name in _DRAWN and "key" in arrays:
+            largest, most = math.prod(arrays["query"].shape[:3]) * arrays["key"].shape[1], self.scores
         else:
             largest, most = max(math.prod(array.shape) for array in arrays.values()), self.values
         if largest > most:
@@ -69,13 +68,7 @@ def random_call(op: OpSpec, seed: int | str, limits: Limits) -> ArgSpec:
     rng = random.Random(seed)
     specs = [spec for spec in op.arg_specs if not spec.tags & {"bench", "ragged", "empty", "extreme"}]
     for _ in range(_DRAWS):
-        match op.name:
-            case "attention":
-                call = _attention(rng, limits)
-            case "decode_attention":
-                call = _decoding(rng, limits)
-            case _:
-                call = _resized(rng, op, rng.choice(specs), limits)
+        call = _DRAWN[op.name](rng, limits) if op.name in _DRAWN else _resized(rng, op, rng.choice(specs), limits)
         if limits.allow(op, call):
             return call
     raise ValueError(f"none of {_DRAWS} drawn calls of {op.name} is within {limits}")
@@ -136,41 +129,57 @@ def _decoding(rng: random.Random, limits: Limits) -> ArgSpec:
     return _spec({"query": query, "key_cache": cache, "value_cache": cache, "lengths": lengths, **given})
 
 
+_DRAWN = {"attention": _attention, "decode_attention": _decoding}
+"""Operations whose arguments are drawn, too; of the others it is the sizes of registered calls."""
+
+_PRODUCT = {"": "*r c", "w": "_ c", "w_gate": "_ c"}
+_AXES: Mapping[str, Mapping[str, str]] = {
+    "rope": {"": "r r f f"},
+    "qkv_projection": {"": "*r c", "w_q": "_ f", "w_k": "_ f", "w_v": "_ f"},
+    "embedding": {"": "r c", "ids": "*r"},
+    "embedding_bag": {"": "r c", "indices": "*r b"},
+    "dot_interaction": {"": "r *f c"},
+    "quantized_linear": {"": "*r _", "values": "c f", "scales": "f *_"},
+    "norm_linear": _PRODUCT,
+    "linear": _PRODUCT,
+    "gated_linear": _PRODUCT,
+    "linear_residual_norm": _PRODUCT,
+    "lora_linear": _PRODUCT,
+    "linear_cross_entropy": _PRODUCT,
+}
+"""The axes of arguments, "" being the first: rows, columns and bags, which may be resized, and fixed ones.
+
+`*` stands for any number of axes, `_` for one that is not described. Other operations have rows and columns.
+"""
+
+
 def _resized(rng: random.Random, op: OpSpec, spec: ArgSpec, limits: Limits) -> ArgSpec:
     arrays = {name: a for name, a in spec.arguments.items() if isinstance(a, ArraySpec) and a.dtype != "uint32"}
-    leading, columns = _free(op.name, *(array.shape for array in arrays.values()))
-    sizes = {size: _length(rng, limits.rows) for size in sorted(leading)}
+    rows, columns, bags = _free(_AXES.get(op.name, {"": "*r c"}), arrays)
+    sizes = {size: _length(rng, limits.rows) for size in sorted(rows)}
     sizes |= {size: max(64, _length(rng, limits.columns)) // 8 * 8 for size in sorted(columns)}
-    if op.name == "embedding_bag":
-        sizes[arrays["indices"].shape[-1]] = _length(rng, min(limits.rows, _LONGEST_BAG))
+    sizes |= {size: _length(rng, min(limits.rows, _LONGEST_BAG)) for size in bags}
     return _spec({**spec.arguments, **{name: _with(array, sizes) for name, array in arrays.items()}})
 
 
-def _free(name: str, first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[set[int], set[int]]:
-    """Returns the sizes of leading axes and of columns that may be replaced.
+def _free(axes: Mapping[str, str], arrays: Mapping[str, ArraySpec]) -> tuple[set[int], set[int], set[int]]:
+    """Returns the sizes of rows, columns and bags that may be replaced.
 
-    Sizes that a fixed axis has, or both kinds of axes, are left out: replacing them would change both.
+    Sizes that an axis of another kind has, too, are left out: replacing them would change both.
     """
-    leading, columns, fixed = set(first[:-1]), {first[-1]}, set[int]()
-    match name:
-        case "rope":
-            leading, columns, fixed = set(first[:2]), set(), set(first[2:])
-        case "qkv_projection":
-            fixed = {shape[-1] for shape in others[:3]}
-        case "embedding":
-            leading = {first[0], *others[0]}
-        case "embedding_bag":
-            leading, fixed = {first[0], *others[0][:-1]}, {others[0][-1]}
-        case "dot_interaction":
-            leading, fixed = {first[0]}, {first[-2]}
-        case "quantized_linear":
-            values, scales = others[:2]
-            columns, fixed = {values[0]}, {values[1], scales[0]}
-        case (
-            "linear" | "gated_linear" | "norm_linear" | "linear_residual_norm" | "lora_linear" | "linear_cross_entropy"
-        ):
-            columns = {first[-1], others[0][-1]}
-    return leading - columns - fixed, columns - leading - fixed
+    found: dict[str, set[int]] = {kind: set() for kind in "rcbf_"}
+    for name, text in axes.items():
+        array = next(iter(arrays.values())) if name == "" else arrays.get(name)
+        kinds = text.split()
+        for kind, size in zip(_expanded(kinds, len(array.shape)), array.shape, strict=True) if array else ():
+            found[kind].add(size)
+    rows, columns, bags, fixed = (found[kind] for kind in "rcbf")
+    return rows - columns - bags - fixed, columns - rows - bags - fixed, bags
+
+
+def _expanded(kinds: list[str], count: int) -> list[str]:
+    more = count - len(kinds) + 1
+    return [kind[-1] for each in kinds for kind in ([each] * more if each.startswith("*") else [each])]
 
 
 def _with(array: ArraySpec, sizes: Mapping[int, int]) -> ArraySpec:
