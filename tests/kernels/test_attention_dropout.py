@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from draws import normal
 
-from pallas_kernels.ops.attention.dropout import Grid, keep_mask, packed_unit, with_kept
+from pallas_kernels.ops.attention.dropout import Grid, keep_mask, with_kept
 from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.problem import problem_of
@@ -122,25 +122,16 @@ def test_kernels_make_the_same_mask(rate, query_axis, columns, seed):
     np.testing.assert_array_equal(got, 3.0 * want, err_msg=f"seed={seed}")
 
 
-@pytest.mark.parametrize(("rate", "dtype", "unit"), [(0.1, jnp.bfloat16, 2.0**-7), (0.5, jnp.float16, 1.0)])
-def test_weights_in_pairs_are_dropped_by_the_same_mask(interpreter, rate, dtype, unit, seed):
+@pytest.mark.parametrize(("rate", "dtype"), [(0.1, jnp.bfloat16), (0.5, jnp.float16)])
+def test_the_forward_kernel_drops_by_the_same_mask(interpreter, rate, dtype, seed):
     query, key, value = (normal(own, (1, 136, 1, 64), dtype) for own in seeds_of(seed, 3))
     nothing: dict[str, Any] = dict.fromkeys(("bias", "mask", "scale", "window", "segment_ids", "softcap"))
     dropout = {"dropout_rate": rate, "dropout_key": jax.random.key(seed + 1)}
     problem, extras = problem_of(query, key, **nothing, is_causal=True, **dropout)
-    assert packed_unit(problem) == unit
-    config = ForwardConfig(own_output=True, packs_dropout=True)
+    config = ForwardConfig(own_output=True, queries_in_registers=True)
     out, _ = attention_forward(query, key, value, extras, problem=problem, config=config)
     want = attention_reference(query, key, value, is_causal=True, **dropout)
     np.testing.assert_allclose(np.float32(out), np.asarray(want, np.float32), atol=0.04, err_msg=f"seed={seed}")
-
-
-@pytest.mark.parametrize(("rate", "serves"), [(0.0, False), (0.03, False), (0.04, True), (0.65, True), (0.7, False)])
-def test_rates_that_pairs_serve(rate, serves):
-    nothing: dict[str, Any] = dict.fromkeys(("bias", "mask", "scale", "window", "segment_ids", "softcap"))
-    query = jnp.zeros((1, 8, 1, 64), jnp.bfloat16)
-    problem, _ = problem_of(query, query, **nothing, is_causal=True, dropout_rate=rate, dropout_key=jax.random.key(0))
-    assert (packed_unit(problem) is not None) == serves
 
 
 def test_places_a_period_apart_have_key_words_of_their_own(seed):

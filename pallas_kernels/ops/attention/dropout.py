@@ -4,10 +4,9 @@
 alone. For keys with bit 4 set, the halves of the word are swapped. The word is multiplied by four numbers, one for each
 query and each value of the keys' bit 3; an even key and the odd one after it take 16 bits of a product each.
 
-In the accumulators' layout with queries along rows, one thread holds all 16 weights, and two neighbouring columns are
-one register once they are rounded to 16 bits, as are their random bits. With queries along columns, a thread holds four
-of the 16, and computes the word for these alone. The rest of the work is done on floats, as integers are compared at
-half their rate: on float32, or on pairs of float16 if the weights are about to be rounded to 16 bits.
+In the accumulators' layout with queries along rows, one thread holds all 16 weights. With queries along columns, a
+thread holds four of the 16, and computes the word for these alone. The rest of the work is done on float32, as integers
+are compared at half their rate.
 
 Source of the layout: PTX ISA, "Register fragments for wgmma.mma_async".
 """
@@ -46,30 +45,6 @@ Members = tuple[int, int]
 """The numbers that a word is multiplied by, for a thread's first row and for the other one."""
 
 
-def rounded(values: jax.Array, dtype: Any) -> jax.Array:
-    """values.astype(dtype), for a tile in the accumulators' layout, that LLVM cannot move.
-
-    A loop's carry in 16 bits takes half of the registers. LLVM would carry float32 and round in the next step.
-    """
-    if is_interpreted():
-        return values.astype(dtype)
-    layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(values.shape, dtype, layout=layout)
-    kind = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    def round_pairs(_, array):
-        i32 = ir.IntegerType.get_signless(32)
-        registers = np.empty_like(array.registers)
-        for place in np.ndindex(*registers.shape):
-            low, high = (llvm.extractelement(array.registers[place], mgpu.c(i, i32)) for i in range(2))
-            pair = llvm.inline_asm(i32, [high, low], f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f")
-            registers[place] = llvm.bitcast(_pair_type(dtype), pair)
-        return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
-
-    return round_pairs(values)  # pyright: ignore[reportCallIssue]: JAX gives the first argument
-
-
 def saturated(value: jax.Array) -> jax.Array:
     """value clamped to [0, 1], NaN to 0: a free modifier of the instruction that computes the value.
 
@@ -89,34 +64,25 @@ def saturated(value: jax.Array) -> jax.Array:
 
 
 def bits_of_halves(word: jax.Array, members: Members) -> jax.Array:
-    """Products of words and members, (64, 8) uint32: even columns have the lower half in front."""
+    """Products of words and members, (64, 8) uint32: even columns have the lower half in front.
 
-    def register_of(product):
-        i32 = ir.IntegerType.get_signless(32)
-        even = arith.shli(product, mgpu.c(16, i32))
-        return vector.from_elements(ir.VectorType.get((2,), i32), [even, product])
-
-    return _of_products(word, members, jnp.uint32, register_of)
-
-
-def mask_of_halves(word: jax.Array, members: Members, dtype: Any, limit: int) -> jax.Array:
-    """float16's 1.0 or 0.0 as bits of `dtype`, (64, 8): 1.0 where 15 bits of a product's half are below the limit.
-
-    The difference from the limit, as float16, is scaled so that the least one is 1, and saturated.
+    A thread computes its elements once, as it has one word; the compiler may not see that.
     """
-    scale = 2.0 ** max(0, 26 - (limit >> 10))
-    scaled_limit = float(np.uint16(limit).view(np.float16)) * scale
-    numbers = [scaled_limit] if scale == 1 else [scaled_limit, -scale]
-    difference = "sub.rn.sat.f16x2 $0, $2, random;" if scale == 1 else "fma.rn.sat.f16x2 $0, random, $3, $2;"
-    asm = f"{{ .reg .b32 random; abs.f16x2 random, $1; {difference} }}"
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(word.shape, jnp.uint32, layout=layout)
 
-    def register_of(product):
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def multiply(_, words):
         i32 = ir.IntegerType.get_signless(32)
-        constants = [mgpu.c(int(np.float16(number).view(np.uint16)) * 0x10001, i32) for number in numbers]
-        operands = [product, *constants]
-        return llvm.bitcast(_pair_type(dtype), llvm.inline_asm(i32, operands, asm, "=r" + ",r" * len(operands)))
+        own = llvm.extractelement(words.registers.flat[0], mgpu.c(0, i32))
+        registers = np.empty_like(words.registers)
+        for place in np.ndindex(*registers.shape):
+            product = arith.muli(own, mgpu.c(members[place[_ROW_AXIS]], i32))
+            even = arith.shli(product, mgpu.c(16, i32))
+            registers[place] = vector.from_elements(ir.VectorType.get((2,), i32), [even, product])
+        return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=False)
 
-    return _of_products(word, members, dtype, register_of)
+    return multiply(word)  # pyright: ignore[reportCallIssue]: JAX gives the first argument
 
 
 def permuted(word: jax.Array, order: jax.Array) -> jax.Array:
@@ -140,31 +106,6 @@ def permuted(word: jax.Array, order: jax.Array) -> jax.Array:
     return permute(word, order)  # pyright: ignore[reportCallIssue]: JAX gives the first argument
 
 
-def _of_products(word: jax.Array, members: Members, dtype: Any, register_of: Callable[[Any], Any]) -> jax.Array:
-    """An array like `word`, whose elements a thread computes once, as it has one word; the compiler may not see that.
-
-    register_of: from the product of the word and a row's member to the row's two elements.
-    """
-    layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(word.shape, dtype, layout=layout)
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    def make(_, words):
-        i32 = ir.IntegerType.get_signless(32)
-        own = llvm.extractelement(words.registers.flat[0], mgpu.c(0, i32))
-        registers = np.empty_like(words.registers)
-        for place in np.ndindex(*registers.shape):
-            registers[place] = register_of(arith.muli(own, mgpu.c(members[place[_ROW_AXIS]], i32)))
-        is_signed = False if dtype == jnp.uint32 else None
-        return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=is_signed)
-
-    return make(word)  # pyright: ignore[reportCallIssue]: JAX gives the first argument
-
-
-def _pair_type(dtype: Any) -> Any:
-    return ir.VectorType.get((2,), ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get())
-
-
 _PERIOD = 2**32
 _HALF, _OTHER, _FAR = 1, 8, 16
 """The bits in which the places of weights that share a word differ: all three of keys, the second of queries."""
@@ -173,8 +114,6 @@ _KEYS = 2 * _FAR
 """Keys that share words are in one group of so many."""
 _COLUMNS = 8
 """Columns of a register of the accumulators' layout."""
-_PACKED_LIMITS = 0x2C00, 0x7C00
-"""The least float16 with a scale that makes its least difference 1, and the first that is not finite; as bits."""
 _WHOLE_QUERIES = 128
 
 
@@ -245,34 +184,6 @@ def with_kept(
         else:
             bits = _bits_of_rows(words_of(column), _members_at(column))
         parts.append(combine(values[:, column : column + _COLUMNS], _as_kept(bits, problem.dropout_rate)))
-    return lax.concatenate(parts, 1)
-
-
-def packed_unit(problem: Problem) -> float | None:
-    """The factor of kept weights in `packed_kept`, or None where that cannot serve.
-
-    It is the number that the bits of float16's 1.0 are in the weights' dtype.
-    """
-    if not problem.dropout_rate or not _PACKED_LIMITS[0] <= _limit(problem.dropout_rate) >> 16 < _PACKED_LIMITS[1]:
-        return None
-    return float(np.float16(1.0).view(np.uint16).view(problem.dtype))
-
-
-def packed_kept(columns: int, *, problem: Problem, words: Words, head: Any, query: Any, key: Any) -> jax.Array:
-    """The mask to multiply (64, columns) weights of the problem's dtype by, `packed_unit` or 0; queries along rows.
-
-    Like `with_kept`, with one instruction for two elements: two columns lie in one register, and so do their random
-    bits, which are a product.
-    """
-    words_of = _words_of(64, problem, words, 0, head, query, key)
-    parts = []
-    for column in range(0, columns, _COLUMNS):
-        word, members = words_of(column), _members_at(column)
-        if is_interpreted():
-            kept = _are_kept(_bits_of_rows(word, members), problem.dropout_rate)
-            parts.append(jnp.where(kept, jnp.float32(packed_unit(problem) or 0), jnp.float32(0)).astype(problem.dtype))
-        else:
-            parts.append(mask_of_halves(word, members, problem.dtype, _limit(problem.dropout_rate) >> 16))
     return lax.concatenate(parts, 1)
 
 

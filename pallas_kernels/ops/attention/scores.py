@@ -12,17 +12,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.dropout import packed_kept, packed_unit, rounded, with_kept
+from pallas_kernels.ops.attention.dropout import with_kept
 from pallas_kernels.ops.attention.masking import Side
 from pallas_kernels.ops.attention.problem import LOG2_E, Problem
 from pallas_kernels.primitives.random import Words
-
-Weights = tuple[jax.Array, ...]
-"""Weights; or weights in the problem's dtype and a mask to multiply them by.
-
-The product of the two, which wgmma reads, may only be computed when the wgmma before it has ended: in a loop the
-operands of both are the same registers, and ptxas would wait for each wgmma.
-"""
 
 _REGISTER = 8
 """Columns of the accumulators' layout over which a thread has one register a row."""
@@ -48,14 +41,13 @@ class Scores:
     """The forward pass's arithmetic on a tile of 64 queries by `columns` keys, in the accumulators' layout.
 
     extras: references to the arrays of `Extras`, padded to whole tiles. words: `mixed_words` of the dropout key.
-    packs_dropout, short_masks: see `ForwardConfig`.
+    short_masks: see `ForwardConfig`.
     """
 
     problem: Problem
     columns: int
     extras: dict[str, Any]
     words: Words | None = None
-    packs_dropout: bool = False
     short_masks: bool = False
 
     @property
@@ -97,16 +89,6 @@ class Scores:
         seen = self.problem.masking.visible(rows, columns, *own, tile=self.columns, side=side)
         return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
 
-    @property
-    def packs(self) -> bool:
-        """Whether dropout applies to pairs of weights."""
-        return self.packs_dropout and packed_unit(self.problem) is not None
-
-    @property
-    def kept_unit(self) -> float:
-        """The factor of kept weights after `dropped`."""
-        return (packed_unit(self.problem) or 1.0) if self.packs else 1.0
-
     def _within_bounds(self, scores: jax.Array, row: Any, column: Any, side: Side | None) -> jax.Array:
         """`masked`, by comparing columns in the tile, which are constants, with bounds that are computed once a row."""
         masking, layout = self.problem.masking, plgpu.Layout.WGMMA
@@ -131,21 +113,14 @@ class Scores:
             parts.append(part)
         return lax.concatenate(parts, 1)
 
-    def dropped(self, weights: jax.Array, batch: Any, head: Any, row: Any, column: Any) -> Weights:
+    def dropped(self, weights: jax.Array, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
         """The weights with dropped ones set to zero, without dropout's factor 1 / (1 - rate)."""
         problem = self.problem
         if not problem.dropout_rate:
-            return (weights,)
+            return weights
         assert self.words is not None
         place = {"words": self.words, "head": batch * problem.heads + head, "query": row, "key": column}
-        if self.packs:
-            mask = packed_kept(self.columns, problem=problem, **place)
-            return rounded(weights, problem.dtype), mask
-        return (with_kept(weights, operator.mul, problem=problem, query_axis=0, **place),)
-
-    def rounded(self, weights: Weights) -> Weights:
-        """The weights in the problem's dtype."""
-        return tuple(each.astype(self.problem.dtype) for each in weights)
+        return with_kept(weights, operator.mul, problem=problem, query_axis=0, **place)
 
     def _places(self, row: Any, column: Any) -> tuple[jax.Array, jax.Array]:
         shape, layout = (64, self.columns), plgpu.Layout.WGMMA

@@ -36,7 +36,6 @@ class ForwardConfig:
     own_output: the output has its own shared memory, so that the next queries need not wait for it to be stored.
     output_parts: parts of the output's columns, stored one after the other through the same shared memory: large heads
         leave no room for all.
-    packs_dropout: dropout applies to pairs of weights that are rounded to 16 bits, if the rate allows it.
     short_masks: masks compare columns in the tile, which are constants, with bounds that are computed once a row, and
         at either end of a window only with that end's.
     memory_registers, compute_registers: of a thread of the producer and of a consumer.
@@ -49,7 +48,6 @@ class ForwardConfig:
     is_persistent: bool = True
     own_output: bool = False
     output_parts: int = 1
-    packs_dropout: bool = False
     short_masks: bool = False
     memory_registers: int = 40
     compute_registers: int = 232
@@ -117,7 +115,6 @@ def _of_many_blocks(problem: Problem) -> ForwardConfig:
     config = ForwardConfig(
         own_output=True,
         queries_in_registers=bool(problem.dropout_rate),
-        packs_dropout=bool(problem.dropout_rate),
         short_masks=True,
     )
     if further:
@@ -227,9 +224,7 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
             small = {"columns": 64, "is_persistent": False, "compute_registers": 128}
             candidates["three warpgroups"] = _of_three_warpgroups(_of_many_blocks(problem))
             candidates["two blocks a multiprocessor"] = replace(candidates["one warpgroup"], **small)
-    if problem.dropout_rate:
-        candidates["dropout in pairs or not"] = replace(base, packs_dropout=not base.packs_dropout)
-    elif problem.masking.has_band and not problem.masking.has_segments:
+    if problem.masking.has_band and not problem.masking.has_segments:
         candidates["other masks"] = replace(base, short_masks=not base.short_masks)
     return candidates
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,7 +38,6 @@ class Consumer:
             columns=config.columns,
             extras=block.extras,
             words=mixed_words(block.extras["words"]) if problem.dropout_rate else None,
-            packs_dropout=config.packs_dropout,
             short_masks=config.short_masks,
         )
         if "turn" in block.barriers:
@@ -53,7 +51,7 @@ class Consumer:
             )
             run = partial(self._tile, scores, head, tile, before)
             out, total, maximum, steps = pl.run_scoped(run, *accumulators)
-            self._store(scores, head, tile, out, total, maximum, results)
+            self._store(head, tile, out, total, maximum, results)
             return before + steps
 
         block.schedule.for_each(block.index, block.extras.get("table"), tile_of_queries, jnp.int32(0))
@@ -90,7 +88,7 @@ class Consumer:
             out = plgpu.wgmma_accumulator_load(o_ref, wait_n=None)
             o_ref[...] = out * lax.broadcast_in_dim(factor, out.shape, (0,))
             plgpu.barrier_wait(barriers["v_full"].at[slot])
-            multiply_down(o_ref, math.prod(weights[1:], start=weights[0]), buffers["v"].at(slot))
+            multiply_down(o_ref, weights, buffers["v"].at(slot))
             return slot
 
         row_segments = None
@@ -139,7 +137,7 @@ class Consumer:
             weights, maximum, total, factor = softmax(value, maximum, total, i)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(barriers["v_empty"].at[v_slot])
-            return maximum, total, scores.rounded(weights), factor
+            return maximum, total, weights.astype(problem.dtype), factor
 
         plgpu.barrier_wait(barriers["q_full"].at[warpgroup])
         own_queries = None
@@ -158,7 +156,7 @@ class Consumer:
         self._pass_turn()
         value = seen_scores(skipped, k_slot, is_masked=True, wait_n=0)
         weights, maximum, total, factor = softmax(value, maximum, total, skipped)
-        carry = (maximum, total, scores.rounded(weights), factor)
+        carry = (maximum, total, weights.astype(problem.dtype), factor)
 
         # Steps count from the last key tile: those before `cut` come after the full tiles.
         steps = last - first
@@ -201,15 +199,14 @@ class Consumer:
             plgpu.barrier_wait(barriers[f"{name}_full"].at[slot])
             plgpu.barrier_arrive(barriers[f"{name}_empty"].at[slot])
 
-    def _store(self, scores: Scores, head, tile, out, total, maximum, results) -> None:
+    def _store(self, head, tile, out, total, maximum, results) -> None:
         config, problem, buffers = self.block.config, self.block.problem, self.block.buffers
         warpgroup = self.warpgroup
         batch, q_head = divmod_of(head, problem.heads)
         row = tile * config.rows + warpgroup * ROWS
         is_empty = total == 0.0
         safe = jnp.where(is_empty, 1.0, total)
-        kept = (1 - problem.dropout_rate) * scores.kept_unit
-        inverse = jnp.where(is_empty, 0.0, 1.0 / (safe * kept))
+        inverse = jnp.where(is_empty, 0.0, 1.0 / (safe * (1 - problem.dropout_rate)))
         lse = maximum * (1 / LOG2_E) + jnp.log(safe)
         lse = jnp.where(is_empty, self.lse_of_nothing, lse)
         out = out * lax.broadcast_in_dim(inverse, out.shape, (0,))
