@@ -95,42 +95,6 @@ def test_what_is_taken_unasked():
 
 
 @pytest.mark.parametrize(
-    ("given", "rows"),
-    [({"queries": 64}, 64), ({"queries": 512}, 64), ({"queries": 513}, 128), ({"queries": 512, "window": 5}, 64),
-     ({"queries": 512, "window": 5, "softcap": 1.0}, 128), ({"queries": 512, "softcap": 1.0}, 128),
-     ({"queries": 512, "size": 256, "is_causal": False}, 64),
-     ({"queries": 528, "heads": 7, "key_heads": 7, "size": 96}, 64), ({"queries": 640, "size": 64}, 128),
-     ({"queries": 512, "batch": 3}, 64), ({"queries": 512, "batch": 4}, 128),
-     ({"queries": 512, "batch": 3, "size": 96}, 64),
-     ({"queries": 512, "batch": 3, "is_causal": False}, 128), ({"queries": 512, "batch": 2, "keys": 2000}, 64),
-     ({"queries": 512, "batch": 4, "size": 64}, 64), ({"queries": 512, "batch": 5, "size": 64}, 128),
-     ({"queries": 512, "batch": 4, "size": 64, "is_causal": False}, 128)],
-)  # fmt: skip
-def test_one_warpgroup_computes_where_blocks_then_run_at_once(given, rows):
-    problem = described(**{"size": 128, "is_causal": True, "keys": given["queries"], **given})
-    with jax.sharding.use_abstract_mesh(MESH):
-        config = default_forward(problem)
-    assert config.rows == rows
-    assert not (config.ping_pong and rows == 64)
-    shares = config.compute_registers == 128
-    blocks = problem.batch * problem.heads * -(-problem.masking.queries // 64)
-    assert shares == (problem.head_size == 64 and rows == 64 and blocks > 132)
-    assert not (shares and config.is_persistent)
-    assert config.columns == 64 or not (rows == 64 and blocks > 132)
-
-
-@pytest.mark.parametrize(
-    ("keys", "columns"),
-    [(20, 64), (64, 64), (65, 96), (96, 96), (97, 128), (128, 128), (129, 96), (192, 96), (193, 128), (257, 96),
-     (288, 96), (289, 128), (384, 128), (400, 128), (480, 128), (557, 128)],
-)  # fmt: skip
-def test_tiles_have_keys_that_fit(keys, columns):
-    with jax.sharding.use_abstract_mesh(MESH):
-        assert default_forward(described(queries=1000, keys=keys, size=128)).columns == columns
-        assert default_forward(described(queries=1000, keys=keys, size=128, is_causal=True)).columns == 128
-
-
-@pytest.mark.parametrize(
     ("given", "parts"),
     [({"size": 192}, 1), ({"size": 192, "is_causal": True}, 1), ({}, 2), ({"keys": 100}, 2), ({"is_causal": True}, 2),
      ({"keys": 128, "is_causal": True}, 2), ({"keys": 100, "is_causal": True}, None),

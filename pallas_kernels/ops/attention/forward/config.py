@@ -73,10 +73,7 @@ def default_forward(problem: Problem) -> ForwardConfig:
     is_short = min(masking.keys, masking.queries) <= _SHORT and masking.left is None
     if not (masking.is_causal and is_short):
         return config
-    if size == 64 and blocks <= 2 * cores:
-        # With so few registers, two blocks share a multiprocessor, and all run at once.
-        return replace(one, columns=64, is_persistent=False, compute_registers=128)
-    if 64 < size <= 128 and blocks <= _FEW_ROUNDS * cores:
+    if size <= 128 and blocks <= _FEW_ROUNDS * cores:
         return replace(one, columns=64)
     return config
 
@@ -120,9 +117,10 @@ def _of_many_blocks(problem: Problem) -> ForwardConfig:
     if further:
         return config
     if not masking.has_band:
-        columns = _fitting_columns(masking.keys)
-        if masking.keys % columns or columns != config.columns:
-            return replace(config, columns=columns)
+        if masking.keys <= 64:
+            return replace(config, columns=64)
+        if masking.keys % config.columns:
+            return config
         if size == 64:
             return _of_three_warpgroups(config) if _has_rounds_of_three(problem) else config
         if problem.in_panels:
@@ -162,14 +160,6 @@ def _further(problem: Problem) -> int:
     masking = problem.masking
     things = (problem.dense, problem.softcap, problem.dropout_rate, masking.has_segments, masking.left is not None)
     return sum(map(bool, things))
-
-
-def _fitting_columns(keys: int) -> int:
-    """Keys of a tile: fewer than 128 where that saves a quarter of all tiles' rows, with those beyond the last key."""
-    if keys <= 64:
-        return 64
-    held, of_many = (-(-keys // columns) * columns for columns in (96, 128))
-    return 96 if 4 * held <= 3 * of_many else 128
 
 
 def tuned_forward(problem: Problem) -> ForwardConfig:
@@ -218,12 +208,8 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
             "two warpgroups": _of_many_blocks(problem),
             "fewer keys a tile": replace(base, columns=64),
         }
-        if not problem.masking.has_band and problem.head_size <= 128:
-            candidates["96 keys a tile"] = replace(base, columns=96)
         if problem.head_size == 64:
-            small = {"columns": 64, "is_persistent": False, "compute_registers": 128}
             candidates["three warpgroups"] = _of_three_warpgroups(_of_many_blocks(problem))
-            candidates["two blocks a multiprocessor"] = replace(candidates["one warpgroup"], **small)
     if problem.masking.has_band and not problem.masking.has_segments:
         candidates["other masks"] = replace(base, short_masks=not base.short_masks)
     return candidates

@@ -92,10 +92,8 @@ def _launch(
 ):
     warpgroups, size, dtype = config.warpgroups, problem.head_size, problem.dtype
     form = TileForm(size=size, dtype=dtype, in_panels=problem.in_panels)
-    # A product over rows takes as many of them at a time as columns are swizzled together.
-    value_form = form if config.columns % 64 == 0 or size % 64 else replace(form, swizzle=64)
     out_form = replace(form, size=size // config.output_parts)
-    forms = {"q": form, "k": form, "v": value_form, "out": out_form}
+    forms = {"q": form, "k": form, "v": form, "out": out_form}
 
     def attention(q_ref, k_ref, v_ref, extra_refs, *refs):
         *results, buffers, barriers = refs
@@ -122,7 +120,7 @@ def _launch(
     buffers = {
         "q": form.scratch(warpgroups, ROWS),
         "k": form.scratch(STAGES, config.columns),
-        "v": value_form.scratch(STAGES, config.columns),
+        "v": form.scratch(STAGES, config.columns),
         "lse": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
     }
     if config.own_output:
@@ -135,7 +133,7 @@ def _launch(
         "q_empty": plgpu.Barrier(num_barriers=warpgroups),
         "k_full": plgpu.Barrier(num_arrivals=form.copies + has_segments, num_barriers=STAGES),
         "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
-        "v_full": plgpu.Barrier(num_arrivals=value_form.copies, num_barriers=STAGES),
+        "v_full": plgpu.Barrier(num_arrivals=form.copies, num_barriers=STAGES),
         "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
     }
     if config.ping_pong and warpgroups > 1:

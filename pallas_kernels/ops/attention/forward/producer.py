@@ -61,7 +61,7 @@ class Block:
         """
         config, masking = self.config, self.problem.masking
         has_end = masking.right is not None and masking.right % config.columns == 0 and not masking.has_segments
-        return has_end and config.columns % ROWS == 0 and config.columns < config.rows
+        return has_end and config.columns < config.rows
 
     def key_tiles(self, batch: jax.Array, tile: jax.Array) -> TileRange:
         """The key tiles of a query tile: at least one, which may be masked throughout, to have no special case."""
