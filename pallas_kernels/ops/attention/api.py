@@ -91,7 +91,7 @@ def attention(
         return_residuals: whether to return the scores' log-sum-exp, too.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; bfloat16 and float16;
-            head sizes up to 256. Tiles have 64, 80, 96, 128, 160, 192 or 256 features, with zeros beyond a smaller
+            head sizes up to 256. Tiles have 64, 96, 128, 160, 192 or 256 features, with zeros beyond a smaller
             head; arrays are padded only if the head size is no multiple of 8. Without a gradient, a few queries that
             see all keys run in `decode_attention`'s kernel. With few keys, the gradients of key and value are rounded
             for each query head, as in cuDNN, before the sum over the heads of a group.

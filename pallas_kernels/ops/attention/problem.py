@@ -242,10 +242,8 @@ def _check_segments(segment_ids: Any, batch: int, queries: int, keys: int) -> No
             raise ValueError(f"attention: segment_ids must be (batch, length) {(batch, length)}, got {array.shape}.")
 
 
-HEAD_SIZES = (64, 80, 96, 128, 160, 192, 256)
+HEAD_SIZES = (64, 96, 128, 160, 192, 256)
 """Head sizes that kernels have tiles for. Heads of 112 are faster in tiles of 128 than of 112 (TUNING.md)."""
-_PANEL = 32
-"""Columns of the narrowest panel. Products with panels of 16 columns are five a step, and spill."""
 LEAST_SIZE = 32
 """Smaller heads take XLA: more than half of a padded tile would be zeros.
 
@@ -253,9 +251,9 @@ Heads of 40 in tiles of 64, 8x32x12x40 bf16: 2.6 µs forward (H200); XLA 13.0 (H
 """
 
 
-def size_taken(size: int, *, in_panels: bool = False) -> int | None:
-    """The least size of the kernels' tiles, which may be in panels, that is not below `size`; None if there is none."""
-    return next((whole for whole in HEAD_SIZES if whole >= size and not (in_panels and whole % _PANEL)), None)
+def size_taken(size: int) -> int | None:
+    """The least size of the kernels' tiles that is not below `size`; None if there is none."""
+    return next((whole for whole in HEAD_SIZES if whole >= size), None)
 
 
 def widened(problem: Problem, *arrays: jax.Array) -> tuple[Problem, tuple[jax.Array, ...]]:
@@ -265,8 +263,7 @@ def widened(problem: Problem, *arrays: jax.Array) -> tuple[Problem, tuple[jax.Ar
     size) have a multiple of 16 bytes. Else the arrays are padded.
     """
     size = problem.head_size
-    clips = size % 8 == 0
-    taken = size_taken(size, in_panels=problem.in_panels or (clips and size not in HEAD_SIZES))
+    taken, clips = size_taken(size), size % 8 == 0
     assert taken is not None
     if taken == size:
         return problem, arrays

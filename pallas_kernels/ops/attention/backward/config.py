@@ -20,7 +20,7 @@ KEY_ROWS = 64
 """Queries of a step of the kernel of dkey and dvalue."""
 FUSED_KEYS = WARPGROUPS * WARPGROUP_ROWS
 """Keys of a block of the fused kernel."""
-FUSED_ROWS = {64: 128, **dict.fromkeys((80, 96, 128), 64)}
+FUSED_ROWS = {64: 128, **dict.fromkeys((96, 128), 64)}
 """Queries of a step of the fused kernel, by head size: as many as there are registers for."""
 
 

@@ -47,12 +47,9 @@ class Done:
     def scratch(slots: int, warpgroups: int, rows: int, columns: int, dtype: jnp.dtype) -> Any:
         """The scratch type of parts with so many columns; as many bytes as the float32 sums in the same place have."""
         width = math.gcd(columns, _SWIZZLE // dtype.itemsize)
-        bytes_each = width * dtype.itemsize
-        transforms: tuple[Any, ...] = ()
-        if bytes_each > 16:  # 16 bytes are not swizzled
-            transforms = (plgpu.SwizzleTransform(bytes_each),)  # pyright: ignore[reportAbstractUsage]
         room = jnp.dtype(jnp.float32).itemsize // dtype.itemsize
-        return plgpu.SMEM((slots, warpgroups, room * columns // width, rows, width), dtype, transforms=transforms)
+        swizzle = plgpu.SwizzleTransform(width * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
+        return plgpu.SMEM((slots, warpgroups, room * columns // width, rows, width), dtype, transforms=(swizzle,))
 
     def _panels(self, slot: Any, warpgroup: Any, columns: int) -> Iterator[tuple[Any, Any]]:
         width = self.ref.shape[-1]
@@ -155,8 +152,7 @@ class Launch:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of the producer and of a consumer."""
-        has_many_copies = self.form.in_panels or self.width % 16 > 0
-        is_short = self.masking.is_causal and self.size < 128 and has_many_copies
+        is_short = self.masking.is_causal and self.size < 128 and self.form.in_panels
         return MORE_FOR_PRODUCER if is_short else REGISTERS
 
     @property
