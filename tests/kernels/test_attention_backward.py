@@ -60,11 +60,8 @@ SHORT = {
     "blocks share keys, in place": ((1, 32, 200, 4, 2, 128), {}),
     "packed, causal, one query": ((2, 1, 1, 8, 2, 64), {"is_causal": True}),
     "blocks share keys": ((1, 40, 328, 1, 1, 96), {}),
-    "blocks take three tiles of keys": ((1, 72, 456, 2, 1, 64), {}),
-    "blocks take two tiles of keys, the last one not whole": ((2, 20, 325, 1, 1, 96), {}),
 }
-"""Blocks that share a group's heads (`KeysConfig.parts`), queries of several heads in one tile
-(`few_queries`), and blocks that take several tiles of keys."""
+"""Blocks that share a group's heads (`KeysConfig.parts`), and queries of several heads in one tile (`few_queries`)."""
 
 # (batch, queries, keys, heads, key heads, head size), arguments
 CASES = {
@@ -186,10 +183,7 @@ def test_gradient_of_log_sum_exp_and_products_that_overlap_in_float16(seed):
 def test_gradients_of_short_lengths(name, seed):
     _, _, _, heads, key_heads, size = SHORT[name][0]
     config = backward_config(size)
-    if "take" in name:
-        tiles = 3 if "three" in name else 2
-        config = replace(config, keys=replace(config.keys, tiles=tiles, overlaps=size == 64))
-    elif "share keys" in name:
+    if "share keys" in name:
         queries = replace(config.queries, warpgroups=1, columns=64, parts=3)
         config = replace(config, queries=queries, packs="in place" in name)
     elif "share" in name:

@@ -54,23 +54,6 @@ def test_blocks_share_the_heads_of_a_group(shape, is_causal, form, parts):
 
 
 @pytest.mark.parametrize(
-    ("shape", "tiles"),
-    [((2, 200, 3000, 8, 8, 64), 3), ((1, 64, 4096, 12, 12, 64), 3), ((4, 100, 2000, 8, 8, 64), 4),
-     ((4, 16, 4096, 32, 8, 128), 8), ((64, 196, 196, 12, 12, 64), 2), ((8, 256, 256, 32, 8, 128), 1),
-     ((1, 20, 700, 16, 16, 64), 1), ((4, 384, 384, 32, 32, 128), 3), ((4, 384, 384, 32, 8, 256), 1)],
-)  # fmt: skip
-def test_blocks_take_several_tiles_of_keys_where_those_have_few_steps(shape, tiles):
-    config = chosen(*shape)
-    assert config.fused_parts is None
-    assert config.keys.tiles == tiles
-
-
-@pytest.mark.parametrize("given", [{"is_causal": True}, {"window": 100}, {"softcap": 1.0}, {"dropout_rate": 0.1}])
-def test_blocks_take_several_tiles_of_keys_only_where_all_are_seen(given):
-    assert chosen(1, 64, 4096, 12, 12, 64, **given).keys.tiles == 1
-
-
-@pytest.mark.parametrize(
     ("shape", "parts", "warpgroups"),
     [((2, 64, 1450, 8, 1, 96), 6, 1), ((1, 1, 4096, 32, 8, 128), 16, 1), ((4, 8, 2048, 32, 8, 128), 4, 1),
      ((1, 128, 4096, 16, 4, 128), 8, 2), ((1, 40, 512, 32, 8, 128), 4, 1), ((1, 1024, 1024, 4, 4, 128), 4, 2),

@@ -35,15 +35,12 @@ class KeysConfig:
     overlaps: whether a step's last products may still run when the next step's begin.
     parts: blocks that share a group's heads, a divisor of the group. Each rounds the sums over its heads, and XLA adds
         them up. 1: the accumulators sum over all heads of a group.
-    tiles: key tiles that a block takes one after the other, loading the next one's keys meanwhile: for few queries that
-        see all of many keys. Needs `shares_keys`.
     """
 
     shares_keys: bool = True
     stages: int = 2
     overlaps: bool = False
     parts: int = 1
-    tiles: int = 1
 
     @property
     def columns(self) -> int:
@@ -127,8 +124,6 @@ _SPARED = 3
 """Steps that parts must save a block of dquery: XLA's addition takes as long as one or two."""
 _SMALL_HEAD = 128
 """Larger heads leave no registers for another form."""
-_MOST_STEPS = 8
-"""Steps of a key tile up to which blocks with several tiles were measured."""
 _SHORT_FROM, _SHORT_TO = 8, 2048
 """Lengths with which the same work is split into more blocks."""
 _UNEVEN_KEYS = 512
@@ -167,7 +162,7 @@ def two_kernels(problem: Problem) -> BackwardConfig:
     if is_plain(problem) and max(masking.queries, masking.keys) >= _LONG and not config.packs:
         parts = max(config.keys.parts, parts_of_heads(problem, config.keys.columns))
         config = replace(config, keys=replace(config.keys, parts=parts))
-    return _tiles_in_turn(problem, config)
+    return config
 
 
 def _for_short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConfig:
@@ -217,23 +212,6 @@ def _split_keys(problem: Problem, config: BackwardConfig) -> BackwardConfig:
     if tiles - each < _SPARED:
         return config
     return replace(config, queries=replace(queries, parts=-(-tiles // each)))
-
-
-def _tiles_in_turn(problem: Problem, config: BackwardConfig) -> BackwardConfig:
-    """config with blocks that take several key tiles, if tiles have few steps and are more than run at once.
-
-    The most tiles that do not add rounds.
-    """
-    own = packed(problem) if config.packs else problem
-    masking, keys, cores = own.masking, config.keys, target_device().core_count
-    steps = own.group // keys.parts * -(-masking.queries // KEY_ROWS)
-    if features_of(problem) or masking.has_band or not keys.shares_keys or steps > _MOST_STEPS:
-        return config
-    lanes, tiles = own.batch * own.key_heads * keys.parts, -(-masking.keys // keys.columns)
-    most = min(tiles, -(-lanes * tiles // cores))
-    rounds = {n: n * -(-lanes * -(-tiles // n) // cores) for n in range(1, most + 1)}
-    best = max(n for n in rounds if rounds[n] == min(rounds.values()))
-    return replace(config, keys=replace(keys, tiles=best))
 
 
 _LEAST, _MOST = 480, (8192, 16384)
@@ -304,8 +282,6 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
         found["two kernels, blocks with all keys"] = replace(two, queries=replace(two.queries, parts=1))
     if two.packs:
         found["two kernels, not packed"] = replace(two, packs=False)
-    if two.keys.tiles > 1:
-        found["two kernels, blocks with one tile of keys"] = replace(two, keys=replace(two.keys, tiles=1))
     if can_fuse(problem):
         found["one kernel"] = replace(two, fused_parts=1)
         found["one kernel, blocks share a group"] = replace(two, fused_parts=parts_of_heads(problem, FUSED_KEYS))

@@ -12,7 +12,7 @@ heads, and XLA adds up their sums. Source: Dao, "FlashAttention-2", 2023, https:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -49,11 +49,6 @@ from pallas_kernels.primitives.gemm.pipeline import drain
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.row_tiles import TileForm, multiply_across, multiply_down
 
-_SLOTS = 2
-"""Key tiles in shared memory at once, where a block takes more than one."""
-_LARGE_HEAD = 128
-"""In such blocks ptxas spills for this head size if the step count is static, and for smaller ones if it is not."""
-
 
 class Scratch(NamedTuple):
     """A block's shared memory and barriers.
@@ -86,15 +81,7 @@ class _Launch:
 
     @property
     def blocks(self) -> int:
-        return pl.cdiv(self.key_tiles, self.config.tiles)
-
-    @property
-    def key_tiles(self) -> int:
         return pl.cdiv(self.problem.masking.keys, self.config.columns)
-
-    @property
-    def slots(self) -> int:
-        return min(self.config.tiles, _SLOTS)
 
     @property
     def heads(self) -> int:
@@ -108,27 +95,26 @@ class _Launch:
         config, form, has_segments = self.config, self.form, self.problem.masking.has_segments
         heads = 1 if self.packing is None else self.packing.heads_of(KEY_ROWS)
         full = 1 + 2 * form.copies * heads + has_segments
-        keys = (config.columns,) if config.tiles == 1 else (self.slots, config.columns)
         return Scratch(
-            k=form.scratch(*keys),
-            v=form.scratch(*keys),
+            k=form.scratch(config.columns),
+            v=form.scratch(config.columns),
             q=form.scratch(config.stages, KEY_ROWS),
             do=form.scratch(config.stages, KEY_ROWS),
             rows=plgpu.SMEM((config.stages, 3, KEY_ROWS), jnp.float32),
-            held=plgpu.Barrier(num_arrivals=2 * form.copies, num_barriers=self.slots),
+            held=plgpu.Barrier(num_arrivals=2 * form.copies),
             full=plgpu.Barrier(num_arrivals=full, num_barriers=config.stages),
             empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
-            finished=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=self.slots),
+            finished=plgpu.Barrier(num_arrivals=WARPGROUPS),
             query_segments=plgpu.SMEM((config.stages, KEY_ROWS), jnp.int32) if has_segments else None,
         )
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A running block with one of its key tiles; both roles use it.
+    """A running block; both roles use it.
 
     lane: the batch entry and key head. first_head: of the query heads. first_key: of the key tile. visits: the query
-    tiles that see these keys. before: steps done when those of the key tile begin; None in a block of one key tile.
+    tiles that see these keys.
     """
 
     launch: _Launch
@@ -139,7 +125,6 @@ class _Block:
     first_head: Any
     first_key: Any
     visits: Visits
-    before: Any = None
 
     @classmethod
     def of(cls, launch: _Launch, inputs: Inputs, gradients: KeyGradients, scratch: Scratch) -> _Block:
@@ -148,67 +133,26 @@ class _Block:
         # Under a causal mask the first keys are seen by the most queries.
         tile_index, lane = block_place(lax.axis_index("block"), tiles=launch.blocks, lanes=launch.lanes)
         lane = Lane.of(lane, problem.key_heads, config.parts)
-        first_key = tile_index * (config.columns * config.tiles)
+        first_key = tile_index * config.columns
         tiles = segment_tiles(inputs.extras, lane.batch, tile_index)
         tiles = tiles or problem.masking.query_tiles(first_key, config.columns, KEY_ROWS)
         visits = Visits(tiles=hidden(tiles) if hides_steps(problem, form, problem.masking.queries, KEY_ROWS) else tiles)
         first_head = lane.first_query_head(problem.group, launch.heads)
         return cls(launch, inputs, gradients, scratch, lane, first_head, first_key, visits)
 
-    @property
-    def tiles(self) -> Any:
-        """The number of key tiles that the block takes."""
-        launch = self.launch
-        first = lax.div(self.first_key, jnp.int32(launch.config.columns))
-        return jnp.minimum(launch.key_tiles - first, launch.config.tiles)
-
-    def at(self, i: Any) -> _Block:
-        """The block with the i-th of its key tiles, all of which every query sees."""
-        launch, scratch, config = self.launch, self.scratch, self.launch.config
-        slot = lax.rem(i, jnp.int32(launch.slots))
-        first_key = self.first_key + i * config.columns
-        tiles = launch.problem.masking.query_tiles(first_key, config.columns, KEY_ROWS)
-        return replace(
-            self,
-            scratch=scratch._replace(
-                k=scratch.k.at(slot),
-                v=scratch.v.at(slot),
-                held=scratch.held.at[slot],
-                finished=scratch.finished.at[slot],
-            ),
-            first_key=first_key,
-            visits=Visits(tiles=hidden(tiles) if launch.form.size >= _LARGE_HEAD else tiles),
-            before=i * (launch.heads * pl.cdiv(launch.problem.masking.queries, KEY_ROWS)),
-        )
-
     def stage(self, n: Any) -> Any:
-        """The ring's stage for the key tile's n-th step."""
-        return lax.rem(n if self.before is None else self.before + n, self.launch.config.stages)
+        """The ring's stage of the n-th step."""
+        return lax.rem(n, self.launch.config.stages)
 
     def produce(self) -> None:
-        """Runs the producer: loads all key tiles and the queries that see them."""
-        launch, scratch = self.launch, self.scratch
-
-        def one(i, steps):
-            own = self.at(i)
-            pl.when(i >= launch.slots)(lambda: plgpu.barrier_wait(own.scratch.finished))
-            return own._load_tile(steps)
-
-        if launch.config.tiles == 1:
-            steps = self._load_tile(jnp.int32(0))
-        else:
-            steps = lax.fori_loop(0, self.tiles, one, jnp.int32(0))
-            drain(scratch.finished, launch.slots, self.tiles)
-        drain(scratch.empty, launch.config.stages, steps)
-
-    def _load_tile(self, steps: Any) -> Any:
-        """Loads a key tile and then the queries that see it; takes and returns the count of steps so far."""
+        """Runs the producer: loads the key tile and then the queries that see it."""
         inputs, scratch, visits = self.inputs, self.scratch, self.visits
         place = self.lane.rows(self.first_key, self.launch.config.columns)
         scratch.k.load_async(inputs.key.at[place], scratch.held)
         scratch.v.load_async(inputs.value.at[place], scratch.held)
-        steps = self._load_heads(visits.masked, visits.masked_tile, steps)
-        return self._load_heads(visits.full, visits.full_tile, steps)
+        steps = self._load_heads(visits.masked, visits.masked_tile, jnp.int32(0))
+        steps = self._load_heads(visits.full, visits.full_tile, steps)
+        drain(scratch.empty, self.launch.config.stages, steps)
 
     def _load_heads(self, count: Any, tile_of: Callable[[Any], Any], steps: Any) -> Any:
         """Loads `count` query tiles of each head."""
@@ -337,8 +281,6 @@ def consume(block: _Block, first: Any, *, makes_dkey: bool = True, makes_dvalue:
     for tile, _, _, gradient in stored:
         tile.send(gradient.at[place])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if config.tiles > 1:
-        plgpu.barrier_arrive(scratch.finished)
 
 
 def key_value_gradients(
@@ -365,17 +307,11 @@ def key_value_gradients(
         warpgroup = lax.axis_index("warpgroup")
         block = _Block.of(launch, inputs, KeyGradients.of(gradients), scratch)
 
-        def consume_tile(own: _Block) -> None:
-            plgpu.barrier_wait(own.scratch.held)
-            consume(own, warpgroup * WARPGROUP_ROWS)
-
         def consume_all() -> None:
-            if config.tiles > 1:
-                lax.fori_loop(0, block.tiles, lambda i, _: consume_tile(block.at(i)), None)
-            elif config.shares_keys:
-                consume_tile(block)
+            plgpu.barrier_wait(block.scratch.held)
+            if config.shares_keys:
+                consume(block, warpgroup * WARPGROUP_ROWS)
             else:
-                plgpu.barrier_wait(block.scratch.held)
                 pl.when(warpgroup == 0)(lambda: consume(block, 0, makes_dkey=False))
                 pl.when(warpgroup == 1)(lambda: consume(block, 0, makes_dvalue=False))
 
