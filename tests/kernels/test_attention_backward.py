@@ -54,14 +54,9 @@ FUSED = {
 SHORT = {
     "blocks share a group, causal": ((1, 72, 136, 2, 1, 64), {"is_causal": True}),
     "blocks share a group, a tile of keys that is not whole": ((1, 24, 71, 2, 1, 128), {}),
-    "packed, causal, one key head": ((1, 5, 40, 8, 1, 64), {"is_causal": True}),
-    "packed": ((2, 20, 72, 8, 2, 64), {"softcap": 2.0}),
-    "in place, causal, one key head": ((1, 16, 40, 4, 1, 64), {"is_causal": True}),
-    "blocks share keys, in place": ((1, 32, 200, 4, 2, 128), {}),
-    "packed, causal, one query": ((2, 1, 1, 8, 2, 64), {"is_causal": True}),
-    "blocks share keys": ((1, 40, 328, 1, 1, 96), {}),
+    "one warpgroup, softcap": ((2, 20, 72, 2, 2, 64), {"softcap": 2.0}),
 }
-"""Blocks that share a group's heads (`KeysConfig.parts`), and queries of several heads in one tile (`few_queries`)."""
+"""Few blocks, which share a group's heads (`KeysConfig.parts`) or have one warpgroup."""
 
 # (batch, queries, keys, heads, key heads, head size), arguments
 CASES = {
@@ -183,15 +178,11 @@ def test_gradient_of_log_sum_exp_and_products_that_overlap_in_float16(seed):
 def test_gradients_of_short_lengths(name, seed):
     _, _, _, heads, key_heads, size = SHORT[name][0]
     config = backward_config(size)
-    if "share keys" in name:
-        queries = replace(config.queries, warpgroups=1, columns=64, parts=3)
-        config = replace(config, queries=queries, packs="in place" in name)
-    elif "share" in name:
+    if "share" in name:
         config = replace(config, keys=replace(config.keys, parts=heads // key_heads))
     else:
-        queries = replace(config.queries, warpgroups=1 if "causal" in name else 2)
-        config = replace(config, queries=queries, packs=True)
-    check(name, seed, config=config, with_dlse="packed" in name)
+        config = replace(config, queries=replace(config.queries, warpgroups=1))
+    check(name, seed, config=config, with_dlse=True)
 
 
 @pytest.mark.usefixtures("interpreter")

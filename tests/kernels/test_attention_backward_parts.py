@@ -53,24 +53,6 @@ def test_blocks_share_the_heads_of_a_group(shape, is_causal, form, parts):
     assert (config.fused_parts or config.keys.parts) == parts
 
 
-@pytest.mark.parametrize(
-    ("shape", "parts", "warpgroups"),
-    [((2, 64, 1450, 8, 1, 96), 6, 1), ((1, 1, 4096, 32, 8, 128), 16, 1), ((4, 8, 2048, 32, 8, 128), 4, 1),
-     ((1, 128, 4096, 16, 4, 128), 8, 2), ((1, 40, 512, 32, 8, 128), 4, 1), ((1, 1024, 1024, 4, 4, 128), 4, 2),
-     ((2, 200, 3000, 8, 8, 64), 4, 2), ((1, 300, 5000, 12, 12, 64), 2, 1), ((2, 250, 1500, 8, 8, 96), 2, 1),
-     ((1, 256, 256, 32, 8, 128), 1, 2), ((1, 1024, 1024, 32, 8, 128), 1, 2), ((1, 64, 4096, 8, 2, 256), 1, 2)],
-)  # fmt: skip
-def test_blocks_of_few_queries_share_keys(shape, parts, warpgroups):
-    config = chosen(*shape)
-    assert (config.queries.parts, config.queries.warpgroups) == (parts, warpgroups)
-
-
-@pytest.mark.parametrize("given", [{"is_causal": True}, {"window": 100}, {"softcap": 1.0}, {"dropout_rate": 0.1}])
-def test_keys_are_shared_only_where_all_see_them_all(given):
-    assert chosen(1, 64, 4096, 8, 2, 128).queries.parts > 1
-    assert chosen(1, 64, 4096, 8, 2, 128, **given).queries.parts == 1
-
-
 @pytest.mark.parametrize(("length", "differs"), [(1280, True), (256, False)])
 def test_only_the_fused_kernel_may_add_in_any_order(length, differs):
     heads = jax.ShapeDtypeStruct((2, length, 8, 64), jnp.bfloat16)

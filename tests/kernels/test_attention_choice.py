@@ -14,12 +14,12 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
 from pallas_kernels import recorded_choices, testing
+from pallas_kernels.ops.attention import few_queries
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.backward.config import (
     default_backward,
     two_kernels,
 )
-from pallas_kernels.ops.attention.few_queries import can_pack, few_queries_forward, has_few_queries, packs_in_place
 from pallas_kernels.ops.attention.forward.config import default_forward, preferred
 from pallas_kernels.ops.attention.problem import Problem, problem_of, widened
 from pallas_kernels.ops.attention.reference import attention_reference
@@ -38,21 +38,31 @@ def described(batch=2, queries=1, keys=512, heads=8, key_heads=2, size=64, **giv
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_few_queries_are_heads_of_one_token(seed):
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_few_queries_of_a_group_are_queries_of_one_head(seed, with_gradient):
     given: dict[str, Any] = {"softcap": 2.0, "scale": -0.2}
-    problem = described(queries=5, keys=136, heads=4, **given)
 
     def draw(seed):
         keys = jax.random.split(jax.random.key(seed), 3)
-        shapes = ((2, 5, 4, 64), (2, 136, 2, 64), (2, 136, 2, 64))
+        shapes = ((34, 3, 4, 64), (34, 16, 2, 64), (34, 16, 2, 64))
         operands = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
-        got = few_queries_forward(*operands, problem=problem)
-        baseline = cast(jax.Array, attention_reference(*operands, **given))
-        with jax.enable_x64(True):
-            expected = attention_reference(*(x.astype(jnp.float64) for x in operands), **given)
-            expected = np.asarray(expected)
-        return testing.error_reports({"out": got}, {"out": baseline}, {"out": expected}, ATTENTION.error_bound)
 
+        def results(function, *operands):
+            if not with_gradient:
+                return {"out": function(*operands, **given)}
+            out, pull = jax.vjp(partial(function, return_residuals=True, **given), *operands)
+            names = ("out", "lse", "query", "key", "value")
+            return dict(zip(names, (*out, *pull(jax.tree.map(jnp.cos, out))), strict=True))
+
+        got = results(partial(attention, implementation="mosaic"), *operands)
+        baseline = results(attention_reference, *operands)
+        with jax.enable_x64(True):
+            expected = results(attention_reference, *(x.astype(jnp.float64) for x in operands))
+            expected = {name: np.asarray(array) for name, array in expected.items()}
+        return testing.error_reports(got, baseline, expected, ATTENTION.error_bound)
+
+    problem = few_queries.packed(described(batch=34, queries=3, keys=16, heads=4))
+    assert (problem.heads, problem.masking.queries) == (2, 6)
     testing.assert_draws_within(draw, seed, "few queries")
 
 
@@ -65,9 +75,9 @@ FEW = {"batch": 4, "queries": 16, "keys": 4096}
     ids=lambda given: next(iter(given)),
 )
 def test_the_kernel_of_decoding_takes_few_queries_that_see_all(given):
-    assert has_few_queries(described(**FEW))
-    assert has_few_queries(described(keys=8))
-    assert not has_few_queries(described(**{**FEW, **given}))
+    assert few_queries.decodes(described(**FEW))
+    assert few_queries.decodes(described(keys=8))
+    assert not few_queries.decodes(described(**{**FEW, **given}))
 
 
 def kernels(function, *shapes) -> set[str]:
@@ -149,40 +159,6 @@ def test_one_backward_kernel_where_its_blocks_are_many(given, is_one):
     problem = described(**{**LLAMA, "keys": given["queries"], **given})
     with jax.sharding.use_abstract_mesh(MESH):
         assert (default_backward(problem).fused_parts is not None) == is_one
-
-
-@pytest.mark.parametrize(
-    ("given", "warpgroups"),
-    [({"queries": 64}, 1), ({"queries": 128}, 1), ({"queries": 129}, 2), ({"queries": 64, "batch": 8}, 1),
-     ({"queries": 128, "batch": 8}, 2),
-     ({"queries": 128, "size": 256}, 2), ({"queries": 128, "softcap": 1.0}, 2)],
-)  # fmt: skip
-def test_one_warpgroup_makes_dquery_where_blocks_are_few(given, warpgroups):
-    problem = described(**{**LLAMA, **given, "keys": given["queries"]})
-    with jax.sharding.use_abstract_mesh(MESH):
-        assert default_backward(problem).queries.warpgroups == warpgroups
-
-
-@pytest.mark.parametrize(
-    ("given", "packs"),
-    [({}, True), ({"queries": 32}, True), ({"size": 256}, False),
-     ({"queries": 33}, False), ({"key_heads": 8}, False), ({"window": 5}, False),
-     ({"is_causal": True}, False), ({"queries": 16, "keys": 16, "is_causal": True}, True),
-     ({"queries": 32, "keys": 16, "is_causal": True}, False)],
-)  # fmt: skip
-def test_few_queries_of_a_group_are_rows_of_one_tile(given, packs):
-    problem = described(**given)
-    assert default_backward(problem).packs == can_pack(problem) == packs
-
-
-@pytest.mark.parametrize(
-    ("given", "rows", "heads"),
-    [({"queries": 16}, 64, 4), ({"queries": 32}, 64, 2), ({"queries": 32}, 128, 4), ({"queries": 8}, 64, 0),
-     ({"queries": 16, "heads": 24}, 128, 0), ({"queries": 5}, 64, 0), ({"queries": 24}, 64, 0)],
-)  # fmt: skip
-def test_rows_of_whole_heads_are_brought_from_where_they_are(given, rows, heads):
-    packs = packs_in_place(described(**given), rows)
-    assert (0 if packs is None else packs.heads_of(rows)) == heads
 
 
 @pytest.mark.usefixtures("interpreter")

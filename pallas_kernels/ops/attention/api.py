@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.cudnn import cudnn_attention, cudnn_unsupported
-from pallas_kernels.ops.attention.few_queries import few_queries_forward, has_few_queries, packed_forward, packs_forward
+from pallas_kernels.ops.attention.few_queries import decoded, decodes, pack, packed, unpack
 from pallas_kernels.ops.attention.forward.config import preferred
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.problem import (
@@ -139,30 +138,33 @@ def attention(
         choose("attention", implementation, support)
         return attention_reference(query, key, value, **options, return_residuals=return_residuals)
     problem, extras = problem_of(query, key, **options)
+    is_decoded = decodes(problem) and not return_residuals
+    problem = packed(problem)
     chosen = choose("attention", implementation, support, preferred=partial(preferred, problem))
     if chosen == "xla":
         return attention_reference(query, key, value, **options, return_residuals=return_residuals)
     if chosen == "cudnn":
         scale = options["scale"]
         return cudnn_attention(query, key, value, bias=bias, is_causal=is_causal, scale=scale, window=window)
-    return _widened(problem, return_residuals, query, key, value, extras)
+    batch, queries, heads, size = query.shape
+    problem, operands = _launched(problem, query, key, value, extras)
+    out, lse = _mosaic(problem, return_residuals, is_decoded, *operands)  # pyright: ignore[reportGeneralTypeIssues]
+    out = unpack(out, heads)
+    out = out if out.shape[3] == size else out[..., :size]
+    return (out, lse.reshape(batch, heads, queries)) if return_residuals else out
 
 
-def _widened(
-    problem: Problem, return_residuals: bool, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    size = problem.head_size
-    problem, (query, key, value) = widened(problem, query, key, value)
-    operands = jax.tree.leaves((query, key, value, extras))
+def _launched(
+    problem: Problem, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
+) -> tuple[Problem, tuple[jax.Array, jax.Array, jax.Array, Extras]]:
+    """The problem and the operands as the kernels take them."""
+    problem, arrays = widened(problem, pack(query, problem.heads), key, value)
+    operands = jax.tree.leaves((arrays, extras))
     # Each varies over the mesh axes of all, so that shard_map sums its gradient over them.
-    query, key, value = (varying_like(array, *operands) for array in (query, key, value))
+    query, key, value = (varying_like(array, *operands) for array in arrays)
     if extras.dense is not None:
         extras = replace(extras, dense=varying_like(extras.dense, *operands))
-    out, lse = _mosaic(  # pyright: ignore[reportGeneralTypeIssues]: custom_vjp hides what it returns
-        problem, return_residuals, query, key, value, extras
-    )
-    out = out if out.shape[3] == size else out[..., :size]
-    return (out, lse) if return_residuals else out
+    return problem, (query, key, value, extras)
 
 
 def mosaic_unsupported(query: jax.Array) -> str | None:
@@ -174,36 +176,34 @@ def mosaic_unsupported(query: jax.Array) -> str | None:
     return mosaic_gpu_unsupported()
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _mosaic(
     problem: Problem,
     returns_lse: bool,
+    is_decoded: bool,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     extras: Extras,
 ) -> tuple[jax.Array, jax.Array]:
-    if not returns_lse and has_few_queries(problem):
-        out = few_queries_forward(query, key, value, problem=problem)
+    """The output and log-sum-exp. is_decoded: whether the decoding kernel takes it where there is no gradient."""
+    if is_decoded:
+        out = decoded(query, key, value, problem=problem)
         # The caller does not read lse.
         return out, jnp.zeros((problem.batch, problem.heads, problem.masking.queries), jnp.float32)
-    return _mosaic_fwd(problem, returns_lse, query, key, value, extras)[0]
+    out, lse = attention_forward(query, key, value, extras, problem=problem, is_residual=not returns_lse)
+    return out, lse[:, :, : problem.masking.queries]
 
 
-def _mosaic_fwd(problem, returns_lse, query, key, value, extras):
-    # For a query that sees no key, the backward pass needs 0 and the caller gets -inf.
-    lse_of_nothing = -math.inf if returns_lse else 0.0
-    if packs_forward(problem):
-        out, lse = packed_forward(query, key, value, problem=problem)
-    else:
-        out, lse = attention_forward(
-            query, key, value, extras, problem=problem, lse_of_nothing=lse_of_nothing, pads_lse=not returns_lse
-        )
+def _mosaic_fwd(problem, returns_lse, is_decoded, query, key, value, extras):
+    del is_decoded
+    out, lse = attention_forward(query, key, value, extras, problem=problem, is_residual=not returns_lse)
     return (out, lse[:, :, : problem.masking.queries]), (query, key, value, out, lse, extras)
 
 
 @usual_promotion
-def _mosaic_bwd(problem, returns_lse, saved, cotangents):
+def _mosaic_bwd(problem, returns_lse, is_decoded, saved, cotangents):
+    del is_decoded
     query, key, value, out, lse, extras = saved
     dout, dlse = cotangents
     if returns_lse:

@@ -32,13 +32,6 @@ class TileRange(NamedTuple):
     full_last: Any
     last: Any
 
-    def part(self, number: Any, parts: int) -> TileRange:
-        """One of so many parts of the range, in which no tile before the full ones may be masked."""
-        each = jax.lax.div(self.last - self.first + parts - 1, jnp.int32(parts))
-        first = jnp.minimum(self.first + number * each, self.last)
-        last = jnp.minimum(first + each, self.last)
-        return TileRange(first, first, jnp.clip(self.full_last, first, last), last)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:

@@ -14,6 +14,7 @@ import numpy as np
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.backward.config import FUSED_ROWS, backward_candidates
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
+from pallas_kernels.ops.attention.few_queries import pack, packed, unpack
 from pallas_kernels.ops.attention.forward.config import forward_candidates, known
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.problem import Problem, masking_of, problem_of, segments_of, widened
@@ -120,24 +121,28 @@ def _described(arguments: Mapping[str, Any]) -> Problem:
     problem, _ = _problem({**arguments, **dict.fromkeys(arrays)})
     bias, mask, segments = (arguments.get(name) is not None for name in arrays[:3])
     dense = "bias" if bias else "mask" if mask else None
-    return replace(problem, dense=dense, masking=replace(problem.masking, has_segments=segments))
+    return packed(replace(problem, dense=dense, masking=replace(problem.masking, has_segments=segments)))
 
 
 def _forward(*, query, key, value, config=None, **others):
     problem, extras = _problem({"query": query, "key": key, **others})
-    wide, (query, key, value) = widened(problem, query, key, value)
+    wide = packed(problem)
+    wide, (query, key, value) = widened(wide, pack(query, wide.heads), key, value)
     out, _ = attention_forward(query, key, value, extras, problem=wide, config=config)
-    return (out[..., : problem.head_size],)
+    return (unpack(out[..., : problem.head_size], problem.heads),)
 
 
 def _backward(*, cotangents, config=None, **arguments):
     """query stands for the output. The work is the same."""
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     problem, extras = _problem(arguments)
+    wide = packed(problem)
+    query, dout = (pack(array, wide.heads) for array in (query, *cotangents))
     lse = _lse(query, key)
-    wide, (query, key, value, dout) = widened(problem, query, key, value, *cotangents)
+    wide, (query, key, value, dout) = widened(wide, query, key, value, dout)
     *gradients, ddense = attention_backward(query, key, value, query, lse, dout, extras, problem=wide, config=config)
-    gradients = tuple(gradient[..., : problem.head_size] for gradient in gradients)
+    dquery, dkey, dvalue = (gradient[..., : problem.head_size] for gradient in gradients)
+    gradients = (unpack(dquery, problem.heads), dkey, dvalue)
     return gradients if ddense is None else (*gradients, ddense)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pallas_kernels import tuning
-from pallas_kernels.ops.attention.few_queries import can_pack, packed
 from pallas_kernels.ops.attention.forward.config import known
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.platform import target_device
@@ -55,15 +54,12 @@ class QueriesConfig:
     columns: keys of a step.
     slots: key tiles plus value tiles in shared memory at once.
     overlaps: whether a step's last product may still run when the next step's begin; needs four slots.
-    parts: blocks that share the keys of a query tile. Each rounds its sum, and XLA adds them up: for queries that make
-        few blocks, and see all of many keys.
     """
 
     warpgroups: int = 2
     columns: int = 128
     slots: int = 4
     overlaps: bool = False
-    parts: int = 1
 
     @property
     def rows(self) -> int:
@@ -76,13 +72,11 @@ class BackwardConfig:
     """The configurations of the two kernels, and whether the fused one takes their place.
 
     fused_parts: like `KeysConfig.parts`, of the fused kernel; None: two kernels run.
-    packs: whether the queries of a group's heads share a tile; see `few_queries`.
     """
 
     keys: KeysConfig
     queries: QueriesConfig
     fused_parts: int | None = None
-    packs: bool = False
 
 
 def columns_at_once(size: int) -> int:
@@ -120,8 +114,6 @@ _ROUNDS = 1.3
 """Blocks a multiprocessor with which, under a causal mask, the longest block takes no longer than all together."""
 _GAIN = 0.87
 """Without a mask, more parts are worth it if the rounds take at most this share of the time."""
-_SPARED = 3
-"""Steps that parts must save a block of dquery: XLA's addition takes as long as one or two."""
 _SMALL_HEAD = 128
 """Larger heads leave no registers for another form."""
 _SHORT_FROM, _SHORT_TO = 8, 2048
@@ -158,20 +150,16 @@ def two_kernels(problem: Problem) -> BackwardConfig:
     config = backward_config(problem.head_size, features=features_of(problem))
     if is_plain(problem) and problem.head_size <= 64:
         config = replace(config, keys=replace(config.keys, overlaps=True))
-    config = _split_keys(problem, _for_short_lengths(problem, config))
-    if is_plain(problem) and max(masking.queries, masking.keys) >= _LONG and not config.packs:
+    config = _for_short_lengths(problem, config)
+    if is_plain(problem) and max(masking.queries, masking.keys) >= _LONG:
         parts = max(config.keys.parts, parts_of_heads(problem, config.keys.columns))
         config = replace(config, keys=replace(config.keys, parts=parts))
     return config
 
 
 def _for_short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConfig:
-    """config with more blocks if there are few, or with packed queries if those are few."""
+    """config with more blocks if there are few."""
     masking, keys, queries = problem.masking, config.keys, config.queries
-    if can_pack(problem):
-        # Without queries for a second warpgroup, one.
-        warpgroups = 1 if packed(problem).masking.queries <= WARPGROUP_ROWS else queries.warpgroups
-        return replace(config, queries=replace(queries, warpgroups=warpgroups), packs=True)
     lengths = (masking.queries, masking.keys)
     if not is_plain(problem) or min(lengths) < _SHORT_FROM or max(lengths) > _SHORT_TO:
         return config
@@ -193,25 +181,6 @@ def _for_short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConf
     if problem.head_size <= _SMALL_HEAD and is_one:
         queries = replace(queries, warpgroups=1)
     return replace(config, keys=replace(keys, parts=parts), queries=queries)
-
-
-def _split_keys(problem: Problem, config: BackwardConfig) -> BackwardConfig:
-    """config with blocks of dquery that share keys, if blocks are few and see all of many keys."""
-    masking, queries = problem.masking, config.queries
-    if not is_plain(problem) or masking.has_band or problem.head_size > _SMALL_HEAD:
-        return config
-    own = packed(problem) if config.packs else problem
-    lanes, cores = own.batch * own.heads, target_device().core_count
-    rows = -(-own.masking.queries // WARPGROUP_ROWS)
-    # Two warpgroups then pad no rows, and take half of the steps.
-    is_even = rows % 2 == 0 and problem.head_size != 96
-    if lanes * rows * 2 <= cores and not is_even:
-        queries = replace(queries, warpgroups=1)
-    blocks, tiles = lanes * -(-own.masking.queries // queries.rows), -(-masking.keys // queries.columns)
-    each = -(-tiles // max(1, min(tiles, cores // max(1, blocks))))
-    if tiles - each < _SPARED:
-        return config
-    return replace(config, queries=replace(queries, parts=-(-tiles // each)))
 
 
 _LEAST, _MOST = 480, (8192, 16384)
@@ -278,10 +247,6 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
     found = {"two kernels": two}
     if two.keys.parts > 1:
         found["two kernels, blocks with all heads of a group"] = replace(two, keys=replace(two.keys, parts=1))
-    if two.queries.parts > 1:
-        found["two kernels, blocks with all keys"] = replace(two, queries=replace(two.queries, parts=1))
-    if two.packs:
-        found["two kernels, not packed"] = replace(two, packs=False)
     if can_fuse(problem):
         found["one kernel"] = replace(two, fused_parts=1)
         found["one kernel, blocks share a group"] = replace(two, fused_parts=parts_of_heads(problem, FUSED_KEYS))

@@ -15,7 +15,6 @@ from pallas_kernels.ops.attention.backward.fused_launch import has_warps_apart
 from pallas_kernels.ops.attention.backward.keys import key_value_gradients
 from pallas_kernels.ops.attention.backward.queries import query_gradients
 from pallas_kernels.ops.attention.backward.tiles import Inputs, rows_of
-from pallas_kernels.ops.attention.few_queries import pack, packed, packs_in_place, unpack
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.primitives.platform import varying_like
@@ -43,7 +42,7 @@ def attention_backward(
     """Returns (dquery, dkey, dvalue, ddense): like query, key, value and `extras.dense`; None unless that is a bias.
 
     Args:
-        out, lse: the forward pass's results; lse is 0 for a query that sees no key, and may be longer, see `pads_lse`.
+        out, lse: of `attention_forward` with `is_residual`; lse may be shorter, but for no query.
         dout: the cotangent of out, like query.
         dlse: that of lse, (batch, heads, queries) float32, or None for zeros.
         config: None: the measured best, else the default.
@@ -86,38 +85,27 @@ def _by_one_kernel(query, key, value, out, lse, dout, dlse, *, problem: Problem,
 
 
 def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem: Problem, config: BackwardConfig):
-    group = problem.group if config.packs else 1
-    if group > 1 or dlse is not None:
-        lse = lse[:, :, : problem.masking.queries]
-    made = None if dlse is None else rows_of(out, lse, dout, dlse, _TILE, group=group)
-    packing, period, product = None, None, problem.product
-    if group > 1:
-        packing = packs_in_place(problem, config.queries.rows)
-        period = problem.masking.queries if problem.masking.is_causal else None
-        problem = packed(problem)
-    moves = group > 1 and packing is None
-    if moves:
-        query, dout, out = (pack(array, group) for array in (query, dout, out))
     form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=problem.in_panels)
     by_keys, by_queries = _extras(extras, problem, config)
-    rows = (out, _padded_lse(lse, problem, config.queries.rows)) if made is None else made
-    inputs = Inputs(query, key, value, dout, rows, by_queries)
-    shared = {"problem": problem, "form": form, "packing": packing, "product": product}
-    dq, made_rows, dscores = query_gradients(
-        inputs,
+    if dlse is None:
+        rows = (out, _padded_lse(lse, problem.masking.queries, config.queries.rows))
+    else:
+        rows = rows_of(out, lse[:, :, : problem.masking.queries], dout, dlse, _TILE)
+    dq, rows, dscores = query_gradients(
+        Inputs(query, key, value, dout, rows, by_queries),
+        problem=problem,
+        form=form,
         config=config.queries,
-        makes_dbias=problem.dense == "bias",
-        period=period,
-        **shared,
+        returns_dscores=problem.dense == "bias",
     )
-    dk, dv = key_value_gradients(inputs._replace(rows=made_rows, extras=by_keys), config=config.keys, **shared)
-    return unpack(dq, group) if moves else dq, dk, dv, dscores
+    inputs = Inputs(query, key, value, dout, rows, by_keys)
+    dk, dv = key_value_gradients(inputs, problem=problem, form=form, config=config.keys)
+    return dq, dk, dv, dscores
 
 
-def _padded_lse(lse: jax.Array, problem: Problem, rows: int) -> jax.Array:
-    """lse as (batch, heads, queries padded to whole tiles), with the problem's heads, which may be packed."""
-    lse = lse.reshape(problem.batch, problem.heads, -1)
-    extra = pl.cdiv(problem.masking.queries, rows) * rows - lse.shape[2]
+def _padded_lse(lse: jax.Array, queries: int, rows: int) -> jax.Array:
+    """lse, of at least so many queries, padded to whole tiles of them."""
+    extra = pl.cdiv(queries, rows) * rows - lse.shape[2]
     return jnp.pad(lse, ((0, 0), (0, 0), (0, extra))) if extra > 0 else lse
 
 

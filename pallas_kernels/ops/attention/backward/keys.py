@@ -41,10 +41,8 @@ from pallas_kernels.ops.attention.backward.tiles import (
     not_invariant,
     segment_tiles,
 )
-from pallas_kernels.ops.attention.few_queries import Packing, row_places
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.primitives.flop_metadata import Products
 from pallas_kernels.primitives.gemm.pipeline import drain
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.row_tiles import TileForm, multiply_across, multiply_down
@@ -77,7 +75,6 @@ class _Launch:
     problem: Problem
     form: TileForm
     config: KeysConfig
-    packing: Packing | None
 
     @property
     def blocks(self) -> int:
@@ -93,8 +90,7 @@ class _Launch:
 
     def scratch_types(self) -> Scratch:
         config, form, has_segments = self.config, self.form, self.problem.masking.has_segments
-        heads = 1 if self.packing is None else self.packing.heads_of(KEY_ROWS)
-        full = 1 + 2 * form.copies * heads + has_segments
+        full = 1 + 2 * form.copies + has_segments
         return Scratch(
             k=form.scratch(config.columns),
             v=form.scratch(config.columns),
@@ -173,9 +169,9 @@ class _Block:
     def _load_queries(self, head: Any, row: Any, stage: Any) -> None:
         inputs, scratch, batch = self.inputs, self.scratch, self.lane.batch
         full = scratch.full.at[stage]
-        for place, own in row_places(batch, row, head, KEY_ROWS, self.launch.packing):
-            scratch.q.at(stage, rows=own).load_async(inputs.query.at[place], full)
-            scratch.do.at(stage, rows=own).load_async(inputs.dout.at[place], full)
+        place = (batch, pl.ds(row, KEY_ROWS), head)
+        scratch.q.at(stage).load_async(inputs.query.at[place], full)
+        scratch.do.at(stage).load_async(inputs.dout.at[place], full)
         plgpu.copy_gmem_to_smem(inputs.rows.at[batch, head, :, pl.ds(row, KEY_ROWS)], scratch.rows.at[stage], full)
         if scratch.query_segments is not None:
             numbers = inputs.extras["query_segments"].at[batch, pl.ds(row, KEY_ROWS)]
@@ -289,18 +285,14 @@ def key_value_gradients(
     problem: Problem,
     form: TileForm,
     config: KeysConfig,
-    packing: Packing | None = None,
-    product: Products | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (dkey, dvalue), like key and value.
 
     Args:
         inputs: with the dense array, if any, as (..., keys, queries).
         form: the layout of query, key, value and dout tiles in shared memory.
-        packing: how a packed problem's rows lie in query and dout, if the arrays are not packed themselves.
-        product: one of the kernel's matrix products, for the FLOPs that the program states.
     """
-    launch = _Launch(problem, form, config, packing)
+    launch = _Launch(problem, form, config)
 
     def attention_backward_keys(inputs, *others):
         *gradients, scratch = others
@@ -323,6 +315,6 @@ def key_value_gradients(
         blocks=launch.blocks * launch.lanes,
         consumers=WARPGROUPS,
         scratch=(launch.scratch_types(),),
-        products=product and product.times(4),
+        products=problem.product and problem.product.times(4),
     )
     return KeyGradients.summed(kernel(inputs))

@@ -29,7 +29,6 @@ from pallas_kernels.ops.attention.backward.tiles import (
     Lane,
     Tile,
     Visits,
-    added,
     block_place,
     hidden,
     hides_steps,
@@ -37,11 +36,9 @@ from pallas_kernels.ops.attention.backward.tiles import (
     row_sums,
     segment_tiles,
 )
-from pallas_kernels.ops.attention.few_queries import Packing, row_places
 from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import LOG2_E, Problem
 from pallas_kernels.primitives import compat
-from pallas_kernels.primitives.flop_metadata import Products
 from pallas_kernels.primitives.gemm.pipeline import drain
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.row_tiles import RowTiles, TileForm, multiply_across, multiply_down
@@ -72,20 +69,18 @@ class Outputs(NamedTuple):
 
     dquery: Any
     rows: Any
-    dbias: Any
+    dscores: Any
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """Static facts of a launch; see `query_gradients`. makes_rows: whether it computes `rows_of`."""
+    """Static facts of a launch; see `query_gradients`. computes_rows: whether it computes `rows_of`."""
 
     problem: Problem
     form: TileForm
     config: QueriesConfig
-    makes_rows: bool
-    makes_dbias: bool
-    period: int | None
-    packing: Packing | None
+    computes_rows: bool
+    returns_dscores: bool
 
     @property
     def blocks(self) -> int:
@@ -93,7 +88,7 @@ class _Launch:
 
     @property
     def lanes(self) -> int:
-        return self.problem.batch * self.problem.heads * self.config.parts
+        return self.problem.batch * self.problem.heads
 
     @property
     def key_blocks(self) -> int:
@@ -102,15 +97,15 @@ class _Launch:
     @property
     def lead(self) -> int:
         """Slots of the ring that the queries' output takes at first."""
-        return pl.cdiv(self.config.rows, self.config.columns) if self.makes_rows else 0
+        return pl.cdiv(self.config.rows, self.config.columns) if self.computes_rows else 0
 
     @property
     def hides_steps(self) -> bool:
         """See `tiles.hides_steps`."""
         hides = hides_steps(self.problem, self.form, self.problem.masking.keys, self.config.columns)
-        # With two steps, and two warpgroups' masks, a head size of 128 is large enough.
-        is_two = self.key_blocks == 2 and self.config.warpgroups == 2
-        return hides or (self.problem.masking.is_causal and self.form.size == 128 and is_two)
+        # With as many steps as warpgroups, a mask and a head size of 128 are enough.
+        is_short = self.key_blocks == self.config.warpgroups
+        return hides or (self.problem.masking.is_causal and self.form.size == 128 and is_short)
 
     @property
     def automatic_barriers(self) -> bool:
@@ -119,8 +114,7 @@ class _Launch:
 
     def scratch_types(self) -> Scratch:
         config, form, has_segments = self.config, self.form, self.problem.masking.has_segments
-        copies = form.copies * (1 if self.packing is None else self.packing.heads_of(WARPGROUP_ROWS))
-        held = (3 if self.makes_rows else 2) * copies
+        held = (3 if self.computes_rows else 2) * form.copies
         return Scratch(
             q=form.scratch(config.warpgroups, WARPGROUP_ROWS),
             do=form.scratch(config.warpgroups, WARPGROUP_ROWS),
@@ -136,8 +130,7 @@ class _Launch:
 class _Block:
     """A running block; both roles use it.
 
-    lane: the batch entry and query head; its parts share the keys. first_query: of the block. visits: the key tiles
-    that its queries see.
+    lane: the batch entry and query head. first_query: of the block. visits: the key tiles that its queries see.
     """
 
     launch: _Launch
@@ -157,14 +150,12 @@ class _Block:
         # Under a causal mask the last queries see the most keys.
         place, lane = block_place(lax.axis_index("block"), tiles=launch.blocks, lanes=launch.lanes)
         tile_index = launch.blocks - 1 - place
-        lane = Lane.of(lane, problem.heads, config.parts)
+        lane = Lane.of(lane, problem.heads, 1)
         key_head = lax.div(lane.head, problem.group)
         first_query = tile_index * config.rows
         tiles = segment_tiles(inputs.extras, lane.batch, tile_index)
         tiles = tiles or masking.key_tiles(first_query, config.rows, config.columns)
-        if lane.part is not None:
-            tiles = tiles.part(lane.part, config.parts)
-        if launch.makes_dbias:
+        if launch.returns_dscores:
             tiles = tiles._replace(first=0, last=launch.key_blocks)
         visits = Visits(tiles=hidden(tiles) if launch.hides_steps else tiles)
         return cls(launch, inputs, outputs, scratch, lane, key_head, first_query, visits)
@@ -187,12 +178,11 @@ class _Block:
     def _load_queries(self, warpgroup: int) -> None:
         launch, inputs, scratch = self.launch, self.inputs, self.scratch
         tiles = [(inputs.query, scratch.q.at(warpgroup)), (inputs.dout, scratch.do.at(warpgroup))]
-        if launch.makes_rows:
+        if launch.computes_rows:
             tiles.append((inputs.rows[0], self.output_of(warpgroup)))
-        first = self.first_query + warpgroup * WARPGROUP_ROWS
-        for place, own in row_places(self.lane.batch, first, self.lane.head, WARPGROUP_ROWS, launch.packing):
-            for ref, tile in tiles:
-                tile.part(own).load_async(ref.at[place], scratch.held.at[warpgroup])
+        place = self.lane.rows(self.first_query + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        for ref, tile in tiles:
+            tile.load_async(ref.at[place], scratch.held.at[warpgroup])
 
     def _loader(self, tile_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
         """The body of a loop that loads the i-th key tile and then its values; n counts the ring's slots."""
@@ -218,16 +208,7 @@ def _row_values(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=_VECTOR, optimized=False)
 
 
-def _numbers(block: _Block, first: Any) -> jax.Array:
-    """The numbers of a warpgroup's queries in their heads; `first`: in the block's head."""
-    period = block.launch.period
-    if period == 1:  # a remainder by one folds to a constant, which has no layout to infer
-        return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.int32), _VECTOR)
-    number = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=_VECTOR) + first
-    return number if period is None else lax.rem(number, period)
-
-
-def _make_rows(block: _Block, warpgroup: Any, first: Any) -> tuple[jax.Array, jax.Array]:
+def _compute_rows(block: _Block, warpgroup: Any, first: Any) -> tuple[jax.Array, jax.Array]:
     """Computes `rows_of` a warpgroup's queries and stores it for the other kernel; returns lse in base 2 and delta."""
     scratch, lane = block.scratch, block.lane
     own = pl.ds(first, WARPGROUP_ROWS)
@@ -239,27 +220,24 @@ def _make_rows(block: _Block, warpgroup: Any, first: Any) -> tuple[jax.Array, ja
     for i in range(block.launch.lead):
         plgpu.barrier_arrive(scratch.empty.at[i])
 
-    def store():
-        for i, line in enumerate((lse, delta, _numbers(block, first).astype(jnp.float32))):
-            block.outputs.rows.at[lane.batch, lane.head, i, own][...] = line
-
-    store() if lane.part is None else pl.when(lane.part == 0)(store)
+    numbers = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=_VECTOR) + first
+    for i, line in enumerate((lse, delta, numbers.astype(jnp.float32))):
+        block.outputs.rows.at[lane.batch, lane.head, i, own][...] = line
     return lax.optimization_barrier((lse, delta))
 
 
 def consume(block: _Block, warpgroup: Any) -> None:
-    """Runs a consumer: computes and stores dquery of 64 queries, and what else the launch makes."""
+    """Runs a consumer: computes and stores dquery of 64 queries, and what else the launch returns."""
     launch, scratch, lane, extras = block.launch, block.scratch, block.lane, block.inputs.extras
     problem, config, visits = launch.problem, launch.config, block.visits
     words = mixed_words(extras["words"]) if "words" in extras else None
     first = block.first_query + warpgroup * WARPGROUP_ROWS
-    if launch.makes_rows:
-        lse, delta = _make_rows(block, warpgroup, first)
+    if launch.computes_rows:
+        lse, delta = _compute_rows(block, warpgroup, first)
     else:
         own = pl.ds(first, WARPGROUP_ROWS)
         lse, delta = (_row_values(block.inputs.rows.at[lane.batch, lane.head, i, own]) for i in (0, 1))
         plgpu.barrier_wait(scratch.held.at[warpgroup])
-    numbers = None if launch.period is None else _numbers(block, first)
     segments = None
     if scratch.key_segments is not None:
         segments = _row_values(extras["query_segments"].at[lane.batch, pl.ds(first, WARPGROUP_ROWS)])
@@ -283,7 +261,6 @@ def consume(block: _Block, warpgroup: Any) -> None:
             extras=extras,
             words=words,
             places=extras["places"].at[pl.ds(column, config.columns)],
-            numbers=numbers,
             segments=None if segments is None else (segments, scratch.key_segments.at[k_slot]),
         )
         own = warpgroup + not_invariant(n)
@@ -302,9 +279,9 @@ def consume(block: _Block, warpgroup: Any) -> None:
             dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0)
             plgpu.barrier_arrive(scratch.empty.at[v_slot])
             dscores = tile.score_gradients(weights, dweights, delta)
-            if block.outputs.dbias is not None:
+            if block.outputs.dscores is not None:
                 place = (lane.batch, lane.head, pl.ds(first, WARPGROUP_ROWS), pl.ds(column, config.columns))
-                compat.store(block.outputs.dbias.at[place], dscores)
+                compat.store(block.outputs.dscores.at[place], dscores)
             dscores = dscores if slope is None else dscores * slope
             multiply_down(dq, dscores.astype(problem.dtype), scratch.ring.at(k_slot))
             if not config.overlaps:
@@ -331,9 +308,7 @@ def consume(block: _Block, warpgroup: Any) -> None:
         plgpu.commit_smem()  # all of the warpgroup's warps have read
     own.store(dq * problem.scale, width=columns_at_once(launch.form.size))
     plgpu.commit_smem()
-    for place, rows in row_places(lane.batch, first, lane.head, WARPGROUP_ROWS, launch.packing):
-        place = place if lane.part is None else (lane.part, *place)
-        own.part(rows).send(block.outputs.dquery.at[place])
+    own.send(block.outputs.dquery.at[lane.rows(first, WARPGROUP_ROWS)])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -343,27 +318,23 @@ def query_gradients(
     problem: Problem,
     form: TileForm,
     config: QueriesConfig,
-    makes_dbias: bool = False,
-    period: int | None = None,
-    packing: Packing | None = None,
-    product: Products | None = None,
+    returns_dscores: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns dquery, like query; `rows_of`; and the gradients of all scores, or None.
 
     Args:
         inputs: whose rows may also be what the kernel computes them of: the output, like query, and the log-sum-exp,
             (batch, heads, queries padded to whole tiles).
-        form, packing, product: see `key_value_gradients`.
-        makes_dbias: whether to return the scores' gradients, (batch, heads, queries, keys), float32, both padded to
+        form: see `key_value_gradients`.
+        returns_dscores: whether to return the scores' gradients, (batch, heads, queries, keys), float32, both padded to
             whole tiles. The kernel then skips no tile.
-        period: with packed heads and a causal mask, the queries of a head: their numbers begin anew after so many.
     """
-    makes_rows = isinstance(inputs.rows, tuple)
-    launch = _Launch(problem, form, config, makes_rows, makes_dbias, period, packing)
+    computes_rows = isinstance(inputs.rows, tuple)
+    launch = _Launch(problem, form, config, computes_rows, returns_dscores)
 
     def attention_backward_queries(inputs, *others):
-        dquery, *made, scratch = others
-        outputs = Outputs(dquery, made[0] if makes_rows else None, made[-1] if makes_dbias else None)
+        dquery, *more, scratch = others
+        outputs = Outputs(dquery, more[0] if computes_rows else None, more[-1] if returns_dscores else None)
         warpgroup = lax.axis_index("warpgroup")
         block = _Block.of(launch, inputs, outputs, scratch)
         needs_more = config.warpgroups == 1 or (form.in_panels and form.size == 96)
@@ -371,11 +342,10 @@ def query_gradients(
         run_roles(warpgroup, config.warpgroups, block.produce, lambda: consume(block, warpgroup), registers)
 
     lead, rows = (problem.batch, problem.heads), launch.blocks * config.rows
-    shape = inputs.query.shape if config.parts == 1 else (config.parts, *inputs.query.shape)
-    out_type = [jax.ShapeDtypeStruct(shape, problem.dtype)]
-    if makes_rows:
+    out_type = [jax.ShapeDtypeStruct(inputs.query.shape, problem.dtype)]
+    if computes_rows:
         out_type.append(jax.ShapeDtypeStruct((*lead, 3, rows), jnp.float32))
-    if makes_dbias:
+    if returns_dscores:
         out_type.append(jax.ShapeDtypeStruct((*lead, rows, launch.key_blocks * config.columns), jnp.float32))
     # With segments there is no room for sums across warps, and there are none.
     params = {"reduction_scratch_bytes": 0} if problem.masking.has_segments else {}
@@ -385,11 +355,10 @@ def query_gradients(
         blocks=launch.blocks * launch.lanes,
         consumers=config.warpgroups,
         scratch=(launch.scratch_types(),),
-        products=product and product.times(3),
+        products=problem.product and problem.product.times(3),
         automatic_barriers=launch.automatic_barriers,
         **params,
     )
     dquery, *others = kernel(inputs)
-    dquery = dquery if config.parts == 1 else added(dquery)
-    made = others.pop(0) if makes_rows else inputs.rows
-    return dquery, made, others[0] if others else None
+    rows = others.pop(0) if computes_rows else inputs.rows
+    return dquery, rows, others[0] if others else None

@@ -116,7 +116,6 @@ class Tile:
     places: a reference to the numbers, from 0 on or from a later one, along axis 1: of queries in shared memory
         (float32) or of keys in device memory. If threads computed their 16 or 32 numbers, the compiler would hold them
         in registers throughout the loop.
-    numbers: of the queries along axis 0, where they differ from row, row + 1, ...
     """
 
     problem: Problem
@@ -129,7 +128,6 @@ class Tile:
     extras: Mapping[str, Any] = field(default_factory=dict)
     words: Any = None
     places: Any = None
-    numbers: Any = None
     segments: tuple[Any, Any] | None = None
 
     def weights(self, products: jax.Array, lse: jax.Array, *, is_masked: bool) -> tuple[jax.Array, jax.Array | None]:
@@ -206,8 +204,6 @@ class Tile:
             plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=plgpu.Layout.WGMMA) + (start - begin)
             for axis, start in enumerate(starts)
         )
-        if self.numbers is not None:
-            first = lax.broadcast_in_dim(self.numbers - begin, self.shape, (0,))
         if self.places is not None:
             numbers = plgpu.load(self.places, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
             second = lax.broadcast_in_dim(numbers.astype(jnp.int32) - begin, self.shape, (1,))
@@ -327,9 +323,7 @@ def block_place(block: Any, *, tiles: int, lanes: int, waves: int = 2) -> tuple[
     return tile, first + rest - tile * here
 
 
-def rows_of(
-    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int, *, group: int = 1
-) -> jax.Array:
+def rows_of(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int) -> jax.Array:
     """Three numbers a query, (batch, heads, 3, queries padded with zeros to a multiple of `rows`), float32.
 
     lse in base 2; delta = sum(dout * out) - dlse, which the softmax subtracts from the gradients of a query's weights;
@@ -342,8 +336,6 @@ def rows_of(
         delta = delta - dlse
     places = jnp.broadcast_to(jnp.arange(lse.shape[2], dtype=jnp.float32), lse.shape)
     lines = [lse * LOG2_E, delta, places]
-    if group > 1:  # packed: a group's heads are one head with the queries of all
-        lines = [line.reshape(line.shape[0], line.shape[1] // group, -1) for line in lines]
     stacked = jnp.stack(lines, axis=2)
     return jnp.pad(stacked, ((0, 0), (0, 0), (0, 0), (0, -stacked.shape[3] % rows)))
 

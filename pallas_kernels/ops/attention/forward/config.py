@@ -218,8 +218,7 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
 def preferred(problem: Problem) -> tuple[str, ...]:
     """The implementations to try, in this order, where the caller leaves the choice; "xla" if there are none.
 
-    One token that sees itself alone has weights of one, for which XLA has two short kernels.
+    A single key has weights of one, for which XLA has two short kernels.
     """
-    is_alone = problem.masking.queries == problem.masking.keys == 1
-    untuned = () if is_alone or problem.head_size < LEAST_SIZE else ("mosaic",)
+    untuned = () if problem.masking.keys == 1 or problem.head_size < LEAST_SIZE else ("mosaic",)
     return tuple(tuning.implementations("attention", known(problem), untuned=untuned))

@@ -13,6 +13,8 @@ low-precision", 2024, https://arxiv.org/abs/2407.08608
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -39,27 +41,29 @@ def attention_forward(
     *,
     problem: Problem,
     config: ForwardConfig | None = None,
-    lse_of_nothing: float = 0.0,
-    pads_lse: bool = False,
+    is_residual: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse): out like query, lse (batch, heads, queries) float32, the scores' log-sum-exp.
 
     query: (batch, queries, heads, head size), key, value: (batch, keys, key heads, head size), of one 16-bit dtype.
-    lse_of_nothing: the log-sum-exp of a query that sees no key.
-    pads_lse: whether lse keeps the rows of the last tile beyond the queries, which are finite; `attention_backward`
-        takes them.
+    is_residual: whether lse is for `attention_backward`: it then has all rows of the last tile, and is 0 for a query
+        that sees no key. Else that is -inf.
     """
     config = config or tuned_forward(problem)
-    queries = problem.masking.queries
     arrays = _extra_arrays(extras, problem, config)
     blocks = target_device().core_count if config.is_persistent else None
     schedule = Schedule.of(problem, config.rows, config.columns, blocks)
     table = schedule.table
     if table is not None:
         arrays["table"] = jnp.asarray(table)
-    out, lse = _launch(problem, config, schedule, (query, key, value), arrays, lse_of_nothing)
+    out_type = [
+        jax.ShapeDtypeStruct(query.shape, problem.dtype),
+        jax.ShapeDtypeStruct((problem.batch, problem.heads, schedule.tiles * config.rows), jnp.float32),
+    ]
+    lse_of_nothing = 0.0 if is_residual else -math.inf
+    out, lse = _kernel(problem, config, schedule, out_type, lse_of_nothing)(query, key, value, arrays)
     everything = (query, key, value, *arrays.values())
-    lse = lse if pads_lse else lse[:, :, :queries]
+    lse = lse if is_residual else lse[:, :, : problem.masking.queries]
     return varying_like(out, *everything), varying_like(lse, *everything)
 
 
@@ -82,16 +86,15 @@ def _extra_arrays(extras: Extras, problem: Problem, config: ForwardConfig) -> di
     return arrays
 
 
-def _launch(
+def _kernel(
     problem: Problem,
     config: ForwardConfig,
     schedule: Schedule,
-    operands: tuple[jax.Array, ...],
-    arrays: dict[str, jax.Array],
+    out_type: list[jax.ShapeDtypeStruct],
     lse_of_nothing: float,
-):
-    warpgroups, size, dtype = config.warpgroups, problem.head_size, problem.dtype
-    form = TileForm(size=size, dtype=dtype, in_panels=problem.in_panels)
+) -> Callable[..., list[jax.Array]]:
+    warpgroups, size = config.warpgroups, problem.head_size
+    form = TileForm(size=size, dtype=problem.dtype, in_panels=problem.in_panels)
     out_form = replace(form, size=size // config.output_parts)
     forms = {"q": form, "k": form, "v": form, "out": out_form}
 
@@ -138,11 +141,7 @@ def _launch(
     }
     if config.ping_pong and warpgroups > 1:
         barriers["turn"] = plgpu.Barrier(num_barriers=warpgroups)
-    out_type = [
-        jax.ShapeDtypeStruct(operands[0].shape, dtype),
-        jax.ShapeDtypeStruct((problem.batch, problem.heads, schedule.tiles * config.rows), jnp.float32),
-    ]
-    kernel = block_kernel(
+    return block_kernel(
         attention,
         out_type=out_type,
         blocks=schedule.blocks,
@@ -153,4 +152,3 @@ def _launch(
         automatic_barriers=False,
         reduction_scratch_bytes=0,
     )
-    return kernel(*operands, arrays)
