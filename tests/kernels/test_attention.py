@@ -26,6 +26,7 @@ from pallas_kernels.ops.attention.scores import capped
 from pallas_kernels.ops.attention.specs import ATTENTION
 from pallas_kernels.ops.decode_attention import plan as decoding
 from pallas_kernels.specs import plain, seeds_of
+from xlafuse.bench import attention_by_xla
 
 BANDS = [(None, None), (None, 0), (40, 0), (7, 12), (0, 0), (None, 33), (50, None)]
 LENGTHS = [(128, 128), (200, 136), (40, 300), (257, 64), (1, 8), (130, 129)]
@@ -363,24 +364,13 @@ def test_scores_of_one_head_at_a_time_are_those_of_all(monkeypatch, given: dict[
     got = attention_reference(query, key, value, **given, return_residuals=True)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5, err_msg=f"seed={seed}")
-    if "mask" in given:
-        return
-    call = ATTENTION.arg_specs[0]
-    arguments = plain({**call.make(seed), **({"is_causal": True} if "is_causal" in given else {})})
-    dout = normal(seed, arguments["query"].shape, jnp.bfloat16)
-    monkeypatch.setattr(reference, "SCORES_BYTES", 2**40)
-    want = ATTENTION.backward("xla", arguments, (dout,))
-    monkeypatch.setattr(reference, "SCORES_BYTES", 0)
-    for one, other in zip(ATTENTION.backward("xla", arguments, (dout,)), want, strict=True):
-        np.testing.assert_allclose(np.float32(one), np.float32(other), atol=0.03, err_msg=f"seed={seed}")
 
 
-def test_backward_from_a_log_sum_exp_is_the_same_for_all_implementations(interpreter, seed):
-    spec = ATTENTION.tagged("test")[0]
-    arguments = plain(spec.make(seed))
+def test_backward_from_a_log_sum_exp_is_the_benchmarks_by_xla(interpreter, seed):
+    arguments = plain(ATTENTION.tagged("test")[0].make(seed))
     dout = normal(seed, arguments["query"].shape, jnp.bfloat16)
-    got, want = (ATTENTION.backward(name, arguments, (dout,)) for name in ("mosaic", "xla"))
-    for one, other in zip(got, want, strict=True):
+    want = attention_by_xla.backward(arguments, dout)
+    for one, other in zip(ATTENTION.backward("mosaic", arguments, (dout,)), want, strict=True):
         np.testing.assert_allclose(np.float32(one), np.float32(other), atol=0.1, rtol=0.03, err_msg=f"seed={seed}")
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import OpSpec, testing
 from pallas_kernels.specs import plain
+from xlafuse.bench import attention_by_xla
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, ShapeResult
 from xlafuse.bench.timing import Candidate, TimingRun
@@ -36,6 +37,8 @@ def callable_of(op: OpSpec, phase: str, implementation: str | None) -> Callable[
 
     def backward(arguments, cotangents):
         assert implementation is not None
+        if (op.name, implementation) == ("attention", "xla"):
+            return attention_by_xla.backward(plain(arguments), *cotangents)
         return tuple(jax.tree.leaves(op.backward(implementation, plain(arguments), cotangents)))
 
     def grad(arguments, cotangents):

@@ -11,7 +11,6 @@ from jax.export import is_symbolic_dim
 
 from pallas_kernels.ops.attention.dropout import keep_mask
 from pallas_kernels.ops.attention.problem import Segments, Window, four_axes, masking_of, segments_of
-from pallas_kernels.specs import Arguments
 
 SCORES_BYTES = 16 * 2**30
 """The most bytes of scores at once: if all heads would take more, one key head is computed at a time."""
@@ -158,47 +157,3 @@ def _seen(query, key, is_causal: bool, window: Window, segment_ids: Segments) ->
         own, other = segments_of(segment_ids)
         segments = (own[:, None, None, :, None], other[:, None, None, None, :])
     return masking.visible(row, column, *segments, tile=1)
-
-
-_OF_SCORES = ("mask", "is_causal", "scale", "window", "segment_ids", "softcap")
-
-
-def backward_of_xla(arguments: Arguments, lse: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:
-    """Gradients from the log-sum-exp on, like the kernels'; one key head at a time if scores would be too many."""
-    query, key, value = (arguments[name] for name in ("query", "key", "value"))
-    bias = arguments.get("bias")
-    static = {name: arguments[name] for name in _OF_SCORES if name in arguments}
-    rate, dropout_key = arguments.get("dropout_rate", 0.0), arguments.get("dropout_key")
-
-    def gradients(query, key, value, bias, lse, dout):
-        delta = jnp.sum(query.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-
-        def unnormalised(query, key, value, bias):
-            scores = masked_scores(query, key, bias=bias, **static)
-            weights = jnp.exp(scores - lse.reshape(scores.shape[:-1])[..., None])
-            # The cotangent -delta of a row's sum subtracts what normalising the row does.
-            sums = jnp.sum(weights, axis=-1).reshape(lse.shape)
-            return weighted_values(weights, value, query, rate, dropout_key), sums
-
-        return jax.vjp(unnormalised, query, key, value, bias)[1]((dout, -delta.swapaxes(1, 2)))
-
-    batch, queries, heads, size = query.shape
-    key_heads = key.shape[2]
-    is_large = 4 * batch * heads * queries * key.shape[1] > SCORES_BYTES / 8
-    if not is_large or rate or bias is not None or arguments.get("mask") is not None:
-        return tuple(gradient for gradient in gradients(query, key, value, bias, lse, dout) if gradient is not None)
-
-    def by_head(array):
-        return jnp.moveaxis(array.reshape(batch, queries, key_heads, -1, size), 2, 0)
-
-    def one(operands):
-        query, key, value, lse, dout = operands
-        return gradients(query, key, value, None, lse, dout)[:3]
-
-    keys, values = (jnp.moveaxis(array[:, :, :, None], 2, 0) for array in (key, value))
-    lses = jnp.moveaxis(lse.reshape(batch, key_heads, -1, queries), 1, 0)
-    found = jax.lax.map(one, (by_head(query), keys, values, lses, by_head(dout)))
-    return tuple(
-        jnp.moveaxis(gradient, 0, 2).reshape(array.shape)
-        for gradient, array in zip(found, (query, key, value), strict=True)
-    )

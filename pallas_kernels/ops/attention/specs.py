@@ -18,7 +18,7 @@ from pallas_kernels.ops.attention.few_queries import pack, packed, unpack
 from pallas_kernels.ops.attention.forward.config import forward_candidates, known
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.problem import Problem, masking_of, problem_of, segments_of, widened
-from pallas_kernels.ops.attention.reference import attention_reference, backward_of_xla
+from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.spec_builders import arg_spec, backward_passes, call_name, calls, traffic, variants
 from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, ErrorBound, Fill, OpSpec
 
@@ -138,7 +138,7 @@ def _backward(*, cotangents, config=None, **arguments):
     problem, extras = _problem(arguments)
     wide = packed(problem)
     query, dout = (pack(array, wide.heads) for array in (query, *cotangents))
-    lse = _lse(query, key)
+    lse = stand_in_lse(query, key)
     wide, (query, key, value, dout) = widened(wide, query, key, value, dout)
     *gradients, ddense = attention_backward(query, key, value, query, lse, dout, extras, problem=wide, config=config)
     dquery, dkey, dvalue = (gradient[..., : problem.head_size] for gradient in gradients)
@@ -146,13 +146,9 @@ def _backward(*, cotangents, config=None, **arguments):
     return gradients if ddense is None else (*gradients, ddense)
 
 
-def _lse(query: jax.Array, key: jax.Array) -> jax.Array:
-    """The log-sum-exp of scores of zero, which stands for the true one."""
+def stand_in_lse(query: jax.Array, key: jax.Array) -> jax.Array:
+    """The log-sum-exp of scores of zero, which stands for the true one in a backward pass alone."""
     return jnp.full((query.shape[0], query.shape[2], query.shape[1]), math.log(max(1, key.shape[1])), jnp.float32)
-
-
-def _xla_backward(*, cotangents, **arguments):
-    return backward_of_xla(arguments, _lse(arguments["query"], arguments["key"]), cotangents[0])
 
 
 _READ = ("query", "key", "value", "mask", "bias")
@@ -258,7 +254,7 @@ ATTENTION = OpSpec(
     forward_traffic=traffic(read=_READ, written=("query",)),
     # Reads the output, of the queries' shape, and its cotangent, too.
     backward_traffic=traffic(read=(*_READ, "query", "query"), written=("query", "key", "key")),
-    backward=backward_passes(mosaic=_backward, xla=_xla_backward),
+    backward=backward_passes(mosaic=_backward),
     variants=variants(
         (_forward, lambda arguments: forward_candidates(_described(arguments))),
         (_backward, lambda arguments: backward_candidates(_described(arguments))),

@@ -1,0 +1,53 @@
+"""Attention's backward pass by XLA, from a log-sum-exp on, as the kernels compute it: the benchmark's baseline."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ops.attention.reference import SCORES_BYTES, masked_scores, weighted_values
+from pallas_kernels.ops.attention.specs import stand_in_lse
+from pallas_kernels.specs import Arguments
+
+_OF_SCORES = ("mask", "is_causal", "scale", "window", "segment_ids", "softcap")
+
+
+def backward(arguments: Arguments, dout: jax.Array) -> tuple[jax.Array, ...]:
+    """Gradients from what the specs' Mosaic pass is given; one key head at a time if scores would be too many."""
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    bias, lse = arguments.get("bias"), stand_in_lse(query, key)
+    static = {name: arguments[name] for name in _OF_SCORES if name in arguments}
+    rate, dropout_key = arguments.get("dropout_rate", 0.0), arguments.get("dropout_key")
+
+    def gradients(query, key, value, bias, lse, dout):
+        delta = jnp.sum(query.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+
+        def unnormalised(query, key, value, bias):
+            scores = masked_scores(query, key, bias=bias, **static)
+            weights = jnp.exp(scores - lse.reshape(scores.shape[:-1])[..., None])
+            # The cotangent -delta of a row's sum subtracts what normalising the row does.
+            sums = jnp.sum(weights, axis=-1).reshape(lse.shape)
+            return weighted_values(weights, value, query, rate, dropout_key), sums
+
+        return jax.vjp(unnormalised, query, key, value, bias)[1]((dout, -delta.swapaxes(1, 2)))
+
+    batch, queries, heads, size = query.shape
+    key_heads = key.shape[2]
+    is_large = 4 * batch * heads * queries * key.shape[1] > SCORES_BYTES / 8
+    if not is_large or rate or bias is not None or arguments.get("mask") is not None:
+        return tuple(gradient for gradient in gradients(query, key, value, bias, lse, dout) if gradient is not None)
+
+    def by_head(array):
+        return jnp.moveaxis(array.reshape(batch, queries, key_heads, -1, size), 2, 0)
+
+    def one(operands):
+        query, key, value, lse, dout = operands
+        return gradients(query, key, value, None, lse, dout)[:3]
+
+    keys, values = (jnp.moveaxis(array[:, :, :, None], 2, 0) for array in (key, value))
+    lses = jnp.moveaxis(lse.reshape(batch, key_heads, -1, queries), 1, 0)
+    found = jax.lax.map(one, (by_head(query), keys, values, lses, by_head(dout)))
+    return tuple(
+        jnp.moveaxis(gradient, 0, 2).reshape(array.shape)
+        for gradient, array in zip(found, (query, key, value), strict=True)
+    )
