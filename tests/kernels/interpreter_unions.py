@@ -1,8 +1,8 @@
 """What jax 0.11.2's Mosaic GPU interpreter lacks of unions, for tests only: members with entries in the same places.
 
 The interpreter takes two uses of a union's members for uses of the same memory, wherever in the members they are.
-Members of other types (`fused_launch.Done`) begin at the same place in each entry along their first two axes: uses of
-two entries are none of the same memory.
+Members of other types (attention's shares of dquery) begin at the same place in each entry along their first two axes:
+uses of two entries are none of the same memory.
 """
 
 from __future__ import annotations

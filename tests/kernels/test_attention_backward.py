@@ -14,8 +14,8 @@ import pytest
 from products import normal
 
 from pallas_kernels import attention, testing
-from pallas_kernels.ops.attention.backward import fused_launch
-from pallas_kernels.ops.attention.backward.config import backward_config
+from pallas_kernels.ops.attention.backward import keys_launch
+from pallas_kernels.ops.attention.backward.config import backward_config, one_kernel
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.backward.tiles import Visits, block_place
 from pallas_kernels.ops.attention.masking import TileRange
@@ -119,7 +119,7 @@ def check(name, seed, **options):
     return found[seed]
 
 
-def compared(name, seed, *, config=None, dtype=jnp.bfloat16, with_dlse=False, **given):
+def compared(name, seed, *, config=None, parts=None, dtype=jnp.bfloat16, with_dlse=False, **given):
     operands, dout, arguments = make(name, seed, dtype)
     arguments |= given
     batch, queries, heads, _ = dout.shape
@@ -142,7 +142,8 @@ def compared(name, seed, *, config=None, dtype=jnp.bfloat16, with_dlse=False, **
         problem, extras = problem_of(*operands[:2], **dynamic, **static)
         problem, _ = widened(problem)
         dlse = dlse if with_dlse else None
-        *got, ddense = attention_backward(*operands, out, lse, dout, extras, problem=problem, dlse=dlse, config=config)
+        own = config if parts is None else one_kernel(problem, parts)
+        *got, ddense = attention_backward(*operands, out, lse, dout, extras, problem=problem, dlse=dlse, config=own)
         assert (ddense is None) == (arguments["bias"] is None)
         return got if ddense is None else [*got, ddense.reshape(arguments["bias"].shape)]
 
@@ -189,8 +190,7 @@ def test_gradients_of_short_lengths(name, seed):
 @pytest.mark.parametrize("name", FUSED)
 def test_gradients_by_one_kernel(name, seed, monkeypatch):
     counts = interpreter_semaphores.extend(monkeypatch)
-    config = replace(backward_config(FUSED[name][0][-1]), fused_parts=2 if "parts" in name else 1)
-    check(name, seed, config=config)
+    check(name, seed, parts=2 if "parts" in name else 1)
     if name == "causal, two tiles of keys":
         # Each tile of 64 queries of each head got a share from every tile of 128 keys that it sees.
         assert sorted(counts.values()) == [1, 1, 1, 1, 2, 2]
@@ -205,7 +205,7 @@ def test_one_kernel_with_scores_whose_weights_of_keys_of_zeros_would_be_infinite
     (out, lse), expected = reference((query, key, value), dout, jnp.zeros((1, 1, 72)), NOTHING, {})
     assert lse.max() < -89
     problem, extras = problem_of(query, key, **NOTHING)
-    config = replace(backward_config(64), fused_parts=1)
+    config = one_kernel(problem, 1)
     got = attention_backward(query, key, value, out, lse, dout, extras, problem=problem, config=config)
     for own, other in zip(got[:3], expected, strict=True):
         np.testing.assert_allclose(own.astype(jnp.float32), other.astype(jnp.float32), rtol=0.05, atol=0.05)
@@ -218,8 +218,7 @@ def test_one_kernel_with_scores_whose_weights_of_keys_of_zeros_would_be_infinite
 )
 def test_gradients_by_one_kernel_that_need_not_repeat(name, seed, monkeypatch):
     interpreter_semaphores.extend(monkeypatch)
-    config = replace(backward_config(FUSED[name][0][-1]), fused_parts=2 if "parts" in name else 1)
-    check(name, seed, config=config, deterministic=False)
+    check(name, seed, parts=2 if "parts" in name else 1, deterministic=False)
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -229,10 +228,10 @@ def test_shares_that_are_added_in_another_order(seed, monkeypatch):
     query, dout = (normal(next(draw), 1, 72, 2, 64) for _ in range(2))
     key, value = (normal(next(draw), 1, 300, 1, 64) for _ in range(2))
     (out, lse), _ = reference((query, key, value), dout, jnp.zeros((1, 2, 72)), NOTHING, {})
-    config = replace(backward_config(64), fused_parts=1)
 
     def gradients(**given):
         problem, extras = problem_of(query, key, **NOTHING, **given)
+        config = one_kernel(problem, 1)
         return attention_backward(query, key, value, out, lse, dout, extras, problem=problem, config=config)[:3]
 
     def place(block, *, tiles, **others):
@@ -240,7 +239,7 @@ def test_shares_that_are_added_in_another_order(seed, monkeypatch):
         return jnp.where(tile == 0, 0, tiles - tile), lane  # the first one, and then from the last one down
 
     in_order = gradients()
-    monkeypatch.setattr(fused_launch, "block_place", place)
+    monkeypatch.setattr(keys_launch, "block_place", place)
     dquery, *others = gradients(deterministic=False)
     np.testing.assert_allclose(
         dquery.astype(jnp.float32),
@@ -257,10 +256,10 @@ def copies(seed, **given):
     draw = count(seed)
     query, dout = (normal(next(draw), 2, 1, 72, 1, 128) for _ in range(2))
     key = normal(next(draw), 1, 136, 1, 128)
-    config = replace(backward_config(128), fused_parts=1)
 
     def gradients(query, dout):
         problem, extras = problem_of(query, key, **NOTHING, **given)
+        config = one_kernel(problem, 1)
         lse = jnp.full((1, 1, 72), np.log(136), jnp.float32)
         return attention_backward(query, key, key, query, lse, dout, extras, problem=problem, config=config)[:3]
 

@@ -49,8 +49,8 @@ def chosen(*shape, **given) -> BackwardConfig:
 )  # fmt: skip
 def test_blocks_share_the_heads_of_a_group(shape, is_causal, form, parts):
     config = chosen(*shape, is_causal=is_causal)
-    assert (config.fused_parts is not None) == (form == "one")
-    assert (config.fused_parts or config.keys.parts) == parts
+    assert (config.queries is None) == (form == "one")
+    assert config.keys.parts == parts
 
 
 @pytest.mark.parametrize(("length", "differs"), [(1280, True), (256, False)])
@@ -79,4 +79,4 @@ def test_parts_divide_the_group_in_every_candidate():
             with jax.sharding.use_abstract_mesh(MESH):
                 candidates = backward_candidates(problem)
             for config in candidates.values():
-                assert problem.group % (config.fused_parts or config.keys.parts) == 0
+                assert problem.group % config.keys.parts == 0

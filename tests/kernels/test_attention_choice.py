@@ -158,7 +158,7 @@ def test_more_blocks_where_keys_make_few(given, parts, columns):
 def test_one_backward_kernel_where_its_blocks_are_many(given, is_one):
     problem = described(**{**LLAMA, "keys": given["queries"], **given})
     with jax.sharding.use_abstract_mesh(MESH):
-        assert (default_backward(problem).fused_parts is not None) == is_one
+        assert default_backward(problem).keys.adds_dquery == is_one
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -92,8 +92,8 @@ def test_attention_looks_up_both_passes(own):
         for phase, variant in (("forward", forward), ("backward", backward)):
             tuning.add(own, KIND, {tuning.key_of(op.name, phase, known): entry(variant=variant)})
         assert attention.tuned_forward(problem) == attention.forward_candidates(problem)[forward]
-        assert backward_choice.tuned_backward(problem).fused_parts is None
-        assert backward_choice.default_backward(problem).fused_parts == 1
+        assert not backward_choice.tuned_backward(problem).keys.adds_dquery
+        assert backward_choice.default_backward(problem).keys.adds_dquery
 
 
 def test_attention_is_known_by_all_its_keys_also_where_few_are_seen(own):
@@ -107,7 +107,7 @@ def test_attention_is_known_by_all_its_keys_also_where_few_are_seen(own):
         tuning.add(own, KIND, {key: entry(variant="two kernels")})
         tuned = backward_choice.tuned_backward(problem)
     assert untuned == backward_choice.default_backward(replace(problem, masking=replace(masking, keys=896)))
-    assert (untuned.fused_parts, tuned.fused_parts) == (1, None)
+    assert (untuned.keys.adds_dquery, tuned.keys.adds_dquery) == (True, False)
 
 
 def test_writing_keeps_the_other_entries_and_leaves_nothing_behind(own, monkeypatch):

@@ -14,9 +14,9 @@ from pallas_kernels.primitives.platform import target_device
 WARPGROUP_ROWS = 64
 """Rows of an accumulator of one warpgroup."""
 WARPGROUPS = 2
-"""Consumer warpgroups of the kernel of dkey and dvalue, and of the fused one."""
+"""Consumer warpgroups of the kernel by keys."""
 KEY_ROWS = 64
-"""Queries of a step of the kernel of dkey and dvalue."""
+"""Queries of a step of the kernel of dkey and dvalue alone."""
 FUSED_KEYS = WARPGROUPS * WARPGROUP_ROWS
 """Keys of a block of the fused kernel."""
 FUSED_ROWS = {64: 128, **dict.fromkeys((96, 128), 64)}
@@ -25,18 +25,23 @@ FUSED_ROWS = {64: 128, **dict.fromkeys((96, 128), 64)}
 
 @dataclass(frozen=True, kw_only=True)
 class KeysConfig:
-    """The kernel of dkey and dvalue: a block holds keys and loops over the queries that see them.
+    """The kernel by keys: a block holds keys and loops over the queries that see them.
+
+    adds_dquery: whether it adds up dquery, too; see `shares`.
 
     shares_keys: each of the two consumers computes dkey and dvalue of 64 keys. Else both have the same 64 keys, one
         computes dvalue and the other dkey, and both the scores: for large heads, whose accumulators would not fit in
         registers otherwise, and for more blocks.
+    rows: queries of a step.
     stages: query tiles in shared memory at once.
     overlaps: whether a step's last products may still run when the next step's begin.
     parts: blocks that share a group's heads, a divisor of the group. Each rounds the sums over its heads, and XLA adds
         them up. 1: the accumulators sum over all heads of a group.
     """
 
+    adds_dquery: bool = False
     shares_keys: bool = True
+    rows: int = KEY_ROWS
     stages: int = 2
     overlaps: bool = False
     parts: int = 1
@@ -69,14 +74,10 @@ class QueriesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """The configurations of the two kernels, and whether the fused one takes their place.
-
-    fused_parts: like `KeysConfig.parts`, of the fused kernel; None: two kernels run.
-    """
+    """The configurations of the two kernels. queries: None where that of keys adds up dquery."""
 
     keys: KeysConfig
-    queries: QueriesConfig
-    fused_parts: int | None = None
+    queries: QueriesConfig | None
 
 
 def columns_at_once(size: int) -> int:
@@ -160,6 +161,7 @@ def two_kernels(problem: Problem) -> BackwardConfig:
 def _for_short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConfig:
     """config with more blocks if there are few."""
     masking, keys, queries = problem.masking, config.keys, config.queries
+    assert queries is not None
     lengths = (masking.queries, masking.keys)
     if not is_plain(problem) or min(lengths) < _SHORT_FROM or max(lengths) > _SHORT_TO:
         return config
@@ -231,13 +233,22 @@ def is_faster_fused(problem: Problem, parts: int) -> bool:
     return is_enough and steps >= _STEPS_PER_TILE[masking.is_causal] * tiles
 
 
+def one_kernel(problem: Problem, parts: int) -> BackwardConfig:
+    """The configuration of one kernel.
+
+    A step's product for dkey overlaps the next step where registers suffice: not with scores of 128 queries.
+    """
+    size = problem.head_size
+    overlaps = size == 128 or (size == 64 and problem.masking.is_causal)
+    keys = KeysConfig(adds_dquery=True, rows=FUSED_ROWS[size], overlaps=overlaps, parts=parts)
+    return BackwardConfig(keys=keys, queries=None)
+
+
 def default_backward(problem: Problem) -> BackwardConfig:
     """The default configuration: the fused kernel where it was faster."""
-    config = two_kernels(problem)
-    if not can_fuse(problem):
-        return config
     parts = parts_of_heads(problem, FUSED_KEYS)
-    return replace(config, fused_parts=parts) if is_faster_fused(problem, parts) else config
+    is_one = can_fuse(problem) and is_faster_fused(problem, parts)
+    return one_kernel(problem, parts) if is_one else two_kernels(problem)
 
 
 def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
@@ -248,8 +259,8 @@ def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
     if two.keys.parts > 1:
         found["two kernels, blocks with all heads of a group"] = replace(two, keys=replace(two.keys, parts=1))
     if can_fuse(problem):
-        found["one kernel"] = replace(two, fused_parts=1)
-        found["one kernel, blocks share a group"] = replace(two, fused_parts=parts_of_heads(problem, FUSED_KEYS))
+        found["one kernel"] = one_kernel(problem, 1)
+        found["one kernel, blocks share a group"] = one_kernel(problem, parts_of_heads(problem, FUSED_KEYS))
     return found
 
 

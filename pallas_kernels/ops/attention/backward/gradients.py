@@ -9,10 +9,16 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ops.attention.backward.config import FUSED_KEYS, KEY_ROWS, BackwardConfig, can_fuse, tuned_backward
-from pallas_kernels.ops.attention.backward.fused import fused_gradients
-from pallas_kernels.ops.attention.backward.fused_launch import has_warps_apart
-from pallas_kernels.ops.attention.backward.keys import key_value_gradients
+from pallas_kernels.ops.attention.backward.config import (
+    BackwardConfig,
+    KeysConfig,
+    QueriesConfig,
+    can_fuse,
+    tuned_backward,
+    two_kernels,
+)
+from pallas_kernels.ops.attention.backward.keys import key_gradients
+from pallas_kernels.ops.attention.backward.keys_launch import has_warps_apart
 from pallas_kernels.ops.attention.backward.queries import query_gradients
 from pallas_kernels.ops.attention.backward.tiles import Inputs, rows_of
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
@@ -53,10 +59,12 @@ def attention_backward(
     arrays = (query, key, value, out, lse, dout, dlse)
     # JAX's warps accept no array that varies over the devices of `jax.shard_map`.
     varies = any(jax.typeof(operand).manual_axis_type.varying for operand in operands)
-    if config.fused_parts is None or (varies and has_warps_apart(problem)):
-        dq, dk, dv, dscores = _by_two_kernels(*arrays, extras, problem=problem, config=config)
+    if config.queries is None and varies and has_warps_apart(problem):
+        config = two_kernels(problem)
+    if config.queries is None:
+        (dq, dk, dv), dscores = _by_one_kernel(*arrays, problem=problem, config=config.keys), None
     else:
-        (dq, dk, dv), dscores = _by_one_kernel(*arrays, problem=problem, parts=config.fused_parts), None
+        dq, dk, dv, dscores = _by_two_kernels(*arrays, extras, problem, config.keys, config.queries)
     dquery, dkey, dvalue = (varying_like(gradient, *operands) for gradient in (dq, dk, dv))
     ddense = None
     if dscores is not None:
@@ -70,36 +78,35 @@ def attention_backward(
     return dquery, dkey, dvalue, ddense
 
 
-def _by_one_kernel(query, key, value, out, lse, dout, dlse, *, problem: Problem, parts: int):
+def _by_one_kernel(query, key, value, out, lse, dout, dlse, *, problem: Problem, config: KeysConfig):
     assert can_fuse(problem)
     masking = problem.masking
     rows = rows_of(out, lse[:, :, : masking.queries], dout, dlse, _TILE)
     form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=problem.in_panels)
     # The problem has keys of zeros up to whole tiles, so that their tile need not be masked. A causal mask hides them;
     # else weights are bounded.
-    whole = replace(masking, keys=pl.cdiv(masking.keys, FUSED_KEYS) * FUSED_KEYS)
+    whole = replace(masking, keys=pl.cdiv(masking.keys, config.columns) * config.columns)
     bounds = masking.right is None and whole != masking
     problem = replace(problem, masking=whole, bounds_weights=bounds)
-    inputs = Inputs(query, key, value, dout, rows, {})
-    return fused_gradients(inputs, problem=problem, form=form, parts=parts)
+    return key_gradients(Inputs(query, key, value, dout, rows, {}), problem=problem, form=form, config=config)
 
 
-def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, *, problem: Problem, config: BackwardConfig):
+def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, problem, keys: KeysConfig, queries: QueriesConfig):
     form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=problem.in_panels)
-    by_keys, by_queries = _extras(extras, problem, config)
+    by_keys, by_queries = _extras(extras, problem, keys, queries)
     if dlse is None:
-        rows = (out, _padded_lse(lse, problem.masking.queries, config.queries.rows))
+        rows = (out, _padded_lse(lse, problem.masking.queries, queries.rows))
     else:
         rows = rows_of(out, lse[:, :, : problem.masking.queries], dout, dlse, _TILE)
     dq, rows, dscores = query_gradients(
         Inputs(query, key, value, dout, rows, by_queries),
         problem=problem,
         form=form,
-        config=config.queries,
+        config=queries,
         returns_dscores=problem.dense == "bias",
     )
     inputs = Inputs(query, key, value, dout, rows, by_keys)
-    dk, dv = key_value_gradients(inputs, problem=problem, form=form, config=config.keys)
+    dk, dv = key_gradients(inputs, problem=problem, form=form, config=keys)
     return dq, dk, dv, dscores
 
 
@@ -117,7 +124,7 @@ def _counted(count: int) -> jax.Array:
 
 
 def _extras(
-    extras: Extras, problem: Problem, config: BackwardConfig
+    extras: Extras, problem: Problem, by_key: KeysConfig, by_query: QueriesConfig
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """The extras of the kernel of dkey and dvalue, and of that of dquery; see `Inputs`."""
     keys = problem.masking.keys
@@ -136,6 +143,6 @@ def _extras(
         }
         by_keys |= segments
         by_queries |= segments
-        by_keys["tiles"] = segment_query_tiles(masking, own, other, KEY_ROWS, config.keys.columns)
-        by_queries["tiles"] = segment_key_tiles(masking, own, other, config.queries.rows, config.queries.columns)
+        by_keys["tiles"] = segment_query_tiles(masking, own, other, by_key.rows, by_key.columns)
+        by_queries["tiles"] = segment_key_tiles(masking, own, other, by_query.rows, by_query.columns)
     return by_keys, by_queries

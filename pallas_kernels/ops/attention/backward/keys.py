@@ -1,4 +1,4 @@
-"""The kernel of dkey and dvalue: a block holds keys and values, and loops over the queries that see them.
+"""The kernel by keys: a block holds keys and values, and loops over the queries that see them.
 
 Scores are computed transposed, keys along rows, so that weights and score gradients are left operands of the next
 products without leaving their registers: with q, k, v, do tiles of query, key, value and dout,
@@ -6,14 +6,18 @@ products without leaving their registers: with q, k, v, do tiles of query, key, 
     s = k @ q.T;  p = exp(s - lse);  dv += p @ do;  dp = v @ do.T;  ds = p * (dp - delta);  dk += ds @ q
 
 The accumulators sum over the query heads that share a key head. Where there are few keys, several blocks share those
-heads, and XLA adds up their sums. Source: Dao, "FlashAttention-2", 2023, https://arxiv.org/abs/2307.08691
+heads, and XLA adds up their sums. The kernel can also add up dquery, see `shares`: five products a tile instead of the
+seven of two kernels.
+
+Source: Dao, "FlashAttention-2", 2023, https://arxiv.org/abs/2307.08691
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -21,300 +25,289 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.backward.config import (
-    KEY_ROWS,
-    WARPGROUP_ROWS,
-    WARPGROUPS,
-    KeysConfig,
-    columns_at_once,
-)
-from pallas_kernels.ops.attention.backward.tiles import (
-    Inputs,
-    KeyGradients,
-    Lane,
-    Tile,
-    Visits,
-    block_place,
-    hidden,
-    hides_steps,
-    kept_scale,
-    not_invariant,
-    segment_tiles,
-)
+from pallas_kernels.ops.attention.backward import shares
+from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, WARPGROUPS, KeysConfig, columns_at_once
+from pallas_kernels.ops.attention.backward.keys_launch import Block, Launch, Outputs
+from pallas_kernels.ops.attention.backward.tiles import Inputs, KeyGradients, Tile, kept_scale, not_invariant
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.gemm.pipeline import drain
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.row_tiles import TileForm, multiply_across, multiply_down
 
-
-class Scratch(NamedTuple):
-    """A block's shared memory and barriers.
-
-    k, v: the key tile and its values, in the end dkey and dvalue. q, do, rows, query_segments: a ring of query tiles,
-    with dout, `rows_of` and, if any, segments. held: keys and values have arrived. full, empty: a stage of the ring has
-    arrived, or is free. finished: the consumers no longer use k and v.
-    """
-
-    k: Any
-    v: Any
-    q: Any
-    do: Any
-    rows: Any
-    held: Any
-    full: Any
-    empty: Any
-    finished: Any
-    query_segments: Any
+Gradients = tuple[jax.Array, ...]
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """Static facts of a launch; see `key_value_gradients`."""
+def produce(block: Block) -> None:
+    """Loads the key tile and then the queries that see it; adds the shares of dquery to their sums."""
+    launch, scratch, stages = block.launch, block.scratch, block.launch.config.stages
+    place = block.lane.rows(block.first_key, launch.config.columns)
+    scratch.k.load_async(block.inputs.key.at[place], scratch.held)
+    scratch.v.load_async(block.inputs.value.at[place], scratch.held)
 
-    problem: Problem
-    form: TileForm
-    config: KeysConfig
+    def load_all():
+        def one(n, _):
+            pl.when(n >= stages)(lambda: plgpu.barrier_wait(scratch.empty.at[lax.rem(n, stages)]))
+            load_queries(block, n)
 
-    @property
-    def blocks(self) -> int:
-        return pl.cdiv(self.problem.masking.keys, self.config.columns)
+        lax.fori_loop(0, block.steps, one, None)
+        drain(scratch.empty, stages, block.steps)
 
-    @property
-    def heads(self) -> int:
-        return self.problem.group // self.config.parts
-
-    @property
-    def lanes(self) -> int:
-        return self.problem.batch * self.problem.key_heads * self.config.parts
-
-    def scratch_types(self) -> Scratch:
-        config, form, has_segments = self.config, self.form, self.problem.masking.has_segments
-        full = 1 + 2 * form.copies + has_segments
-        return Scratch(
-            k=form.scratch(config.columns),
-            v=form.scratch(config.columns),
-            q=form.scratch(config.stages, KEY_ROWS),
-            do=form.scratch(config.stages, KEY_ROWS),
-            rows=plgpu.SMEM((config.stages, 3, KEY_ROWS), jnp.float32),
-            held=plgpu.Barrier(num_arrivals=2 * form.copies),
-            full=plgpu.Barrier(num_arrivals=full, num_barriers=config.stages),
-            empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
-            finished=plgpu.Barrier(num_arrivals=WARPGROUPS),
-            query_segments=plgpu.SMEM((config.stages, KEY_ROWS), jnp.int32) if has_segments else None,
-        )
+    if launch.adds:
+        shares.produce(block, load_all, partial(load_queries, block))
+    else:
+        load_all()
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A running block; both roles use it.
-
-    lane: the batch entry and key head. first_head: of the query heads. first_key: of the key tile. visits: the query
-    tiles that see these keys.
-    """
-
-    launch: _Launch
-    inputs: Inputs
-    gradients: KeyGradients
-    scratch: Scratch
-    lane: Lane
-    first_head: Any
-    first_key: Any
-    visits: Visits
-
-    @classmethod
-    def of(cls, launch: _Launch, inputs: Inputs, gradients: KeyGradients, scratch: Scratch) -> _Block:
-        form, config, problem = launch.form, launch.config, launch.problem
-        scratch = scratch._replace(**{name: form.tiles(getattr(scratch, name)) for name in ("k", "v", "q", "do")})
-        # Under a causal mask the first keys are seen by the most queries.
-        tile_index, lane = block_place(lax.axis_index("block"), tiles=launch.blocks, lanes=launch.lanes)
-        lane = Lane.of(lane, problem.key_heads, config.parts)
-        first_key = tile_index * config.columns
-        tiles = segment_tiles(inputs.extras, lane.batch, tile_index)
-        tiles = tiles or problem.masking.query_tiles(first_key, config.columns, KEY_ROWS)
-        visits = Visits(tiles=hidden(tiles) if hides_steps(problem, form, problem.masking.queries, KEY_ROWS) else tiles)
-        first_head = lane.first_query_head(problem.group, launch.heads)
-        return cls(launch, inputs, gradients, scratch, lane, first_head, first_key, visits)
-
-    def stage(self, n: Any) -> Any:
-        """The ring's stage of the n-th step."""
-        return lax.rem(n, self.launch.config.stages)
-
-    def produce(self) -> None:
-        """Runs the producer: loads the key tile and then the queries that see it."""
-        inputs, scratch, visits = self.inputs, self.scratch, self.visits
-        place = self.lane.rows(self.first_key, self.launch.config.columns)
-        scratch.k.load_async(inputs.key.at[place], scratch.held)
-        scratch.v.load_async(inputs.value.at[place], scratch.held)
-        steps = self._load_heads(visits.masked, visits.masked_tile, jnp.int32(0))
-        steps = self._load_heads(visits.full, visits.full_tile, steps)
-        drain(scratch.empty, self.launch.config.stages, steps)
-
-    def _load_heads(self, count: Any, tile_of: Callable[[Any], Any], steps: Any) -> Any:
-        """Loads `count` query tiles of each head."""
-        stages = self.launch.config.stages
-
-        def load(i, carry):
-            head, step = carry
-            stage = lax.rem(step, stages)
-            pl.when(step >= stages)(lambda: plgpu.barrier_wait(self.scratch.empty.at[stage]))
-            self._load_queries(head, tile_of(i) * KEY_ROWS, stage)
-            return head, step + 1
-
-        def one(g, step):
-            return lax.fori_loop(0, count, load, (self.first_head + g, step))[1]
-
-        return lax.fori_loop(0, self.launch.heads, one, steps)
-
-    def _load_queries(self, head: Any, row: Any, stage: Any) -> None:
-        inputs, scratch, batch = self.inputs, self.scratch, self.lane.batch
-        full = scratch.full.at[stage]
-        place = (batch, pl.ds(row, KEY_ROWS), head)
-        scratch.q.at(stage).load_async(inputs.query.at[place], full)
-        scratch.do.at(stage).load_async(inputs.dout.at[place], full)
-        plgpu.copy_gmem_to_smem(inputs.rows.at[batch, head, :, pl.ds(row, KEY_ROWS)], scratch.rows.at[stage], full)
-        if scratch.query_segments is not None:
-            numbers = inputs.extras["query_segments"].at[batch, pl.ds(row, KEY_ROWS)]
-            plgpu.copy_gmem_to_smem(numbers, scratch.query_segments.at[stage], full)
+def load_queries(block: Block, n: Any) -> None:
+    """Loads the n-th step's queries, with dout, rows and segments."""
+    inputs, scratch, launch, batch = block.inputs, block.scratch, block.launch, block.lane.batch
+    stage = lax.rem(n, launch.config.stages)
+    full = scratch.full.at[stage]
+    head, query_tile = block.queries(n)
+    place = pl.ds(query_tile * launch.rows, launch.rows)
+    scratch.q.at(stage).load_async(inputs.query.at[batch, place, head], full)
+    scratch.do.at(stage).load_async(inputs.dout.at[batch, place, head], full)
+    rows = inputs.rows.at[batch, head, pl.ds(0, launch.lines), place]
+    plgpu.copy_gmem_to_smem(rows, scratch.rows.at[stage], full)
+    if scratch.query_segments is not None:
+        numbers = inputs.extras["query_segments"].at[batch, place]
+        plgpu.copy_gmem_to_smem(numbers, scratch.query_segments.at[stage], full)
 
 
-def consume(block: _Block, first: Any, *, makes_dkey: bool = True, makes_dvalue: bool = True) -> None:
-    """Runs a consumer: computes and stores dkey, dvalue or both of 64 keys, from `first` in the block's key tile on."""
-    launch, scratch, extras = block.launch, block.scratch, block.inputs.extras
-    config, form, problem = launch.config, launch.form, launch.problem
-    words = mixed_words(extras["words"]) if "words" in extras else None
+def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: bool = True) -> None:
+    """Computes and stores dkey, dvalue or both of a warpgroup's 64 keys, and its half of the block's shares."""
+    launch, scratch, inputs = block.launch, block.scratch, block.inputs
+    problem, config, form = launch.problem, launch.config, launch.form
+    words = mixed_words(inputs.extras["words"]) if "words" in inputs.extras else None
+    plgpu.barrier_wait(scratch.held)
+
+    def first() -> Any:
+        """The warpgroup's first key in the block, computed at each use: LLVM compiles a captured value differently."""
+        return warpgroup * WARPGROUP_ROWS if config.shares_keys else 0
+
     segments = None
     if scratch.query_segments is not None:
-        own = extras["key_segments"].at[block.lane.batch, pl.ds(block.first_key + first, WARPGROUP_ROWS)]
+        own = inputs.extras["key_segments"].at[block.lane.batch, pl.ds(block.first_key + first(), WARPGROUP_ROWS)]
         segments = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def release(n: Any) -> None:
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch.empty.at[block.stage(n)])
+        if not launch.adds:  # else each step has done so, before it met the other warpgroup
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.empty.at[lax.rem(n, config.stages)])
 
-    def step(n: Any, head: Any, query_tile: Any, dk: Any, dv: Any, *, is_masked: bool) -> None:
-        stage = block.stage(n)
-        tile = Tile(
-            problem=problem,
-            query_axis=1,
-            shape=(WARPGROUP_ROWS, KEY_ROWS),
-            batch=block.lane.batch,
-            head=head,
-            row=query_tile * KEY_ROWS,
-            column=block.first_key + first,
-            extras=extras,
-            words=words,
-            places=scratch.rows.at[stage, 2],
-            segments=None if segments is None else (segments, scratch.query_segments.at[stage]),
-        )
+    def release_before(n: Any) -> None:
+        """Frees the stage of the step before n, by a later step of that stage: n - 1 may be negative."""
+        release(n + config.stages - 1)
+
+    def meet() -> None:
+        """Waits until both warpgroups are here."""
+        plgpu.barrier_arrive(scratch.met)
+        plgpu.barrier_wait(scratch.met)
+
+    def step(n: Any, dk: Any, dv: Any, *, is_masked: bool) -> None:
+        overlaps, parts = launch.overlaps(is_masked), launch.score_parts(is_masked)
+        stage, width = lax.rem(n, config.stages), launch.rows // parts
+        head, query_tile = block.queries(n, is_masked)
         plgpu.barrier_wait(scratch.full.at[stage])
-        own = pl.ds(first + not_invariant(n) * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        own_k, own_v = scratch.k.at(rows=own), scratch.v.at(rows=own)
-        q, do = scratch.q.at(stage), scratch.do.at(stage)
+        again = not_invariant(n) * WARPGROUP_ROWS
+        own = pl.ds(first() + again, WARPGROUP_ROWS)
+        both_ds = scratch.ds.at[lax.rem(n, 2)] if launch.adds else None
 
-        def products(s, dp=None):
-            multiply_across(s, own_k, q)
+        def score_gradients(i: int, s: Any, dp: Any = None) -> jax.Array | None:
+            """The i-th part of the step's score gradients; adds to dvalue."""
+            rows, row = pl.ds(i * width, width), query_tile * launch.rows + i * width
+            query, dout = scratch.q.at(stage, rows=rows), scratch.do.at(stage, rows=rows)
+            multiply_across(s, scratch.k.at(rows=own), query)
             if dp is not None:
-                multiply_across(dp, own_v, do)
+                multiply_across(dp, scratch.v.at(rows=own), dout)
+            if launch.lines == 3:
+                places = scratch.rows.at[stage, 2]
+            else:
+                places = inputs.rows.at[block.lane.batch, head, 2, pl.ds(row, width)]
+            tile = Tile(
+                problem=problem,
+                query_axis=1,
+                shape=(WARPGROUP_ROWS, width),
+                batch=block.lane.batch,
+                head=head,
+                row=row,
+                column=block.first_key + first(),
+                extras=inputs.extras,
+                words=words,
+                places=places,
+                segments=None if segments is None else (segments, scratch.query_segments.at[stage]),
+            )
             scores = plgpu.wgmma_accumulator_load(s, wait_n=0 if dp is None else form.copies)
-            if config.overlaps:
-                pl.when(n > 0)(lambda: release(n - 1))
-            lse = plgpu.load(scratch.rows.at[stage, 0], layout=tile.row_layout())
+            if overlaps and i == 0:
+                # The last step's product for dkey is done, too.
+                pl.when(n > 0)(lambda: release_before(n))
+            lse = plgpu.load(scratch.rows.at[stage, 0, rows], layout=tile.row_layout())
             weights, slope = tile.weights(scores, lse, is_masked=is_masked)
             weights = tile.marked(weights)
             if dv is not None:
-                multiply_down(dv, tile.dropped(weights).astype(problem.dtype), do)
-            if dp is not None:
-                dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0 if dv is None else form.copies)
-                delta = plgpu.load(scratch.rows.at[stage, 1], layout=tile.row_layout())
-                dscores = tile.score_gradients(weights, dweights, delta)
-                dscores = dscores if slope is None else dscores * slope
-                multiply_down(dk, dscores.astype(problem.dtype), q)
-            if not config.overlaps:
+                multiply_down(dv, tile.dropped(weights).astype(problem.dtype), dout)
+            if dp is None:
+                return None
+            dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0 if dv is None else form.copies)
+            delta = plgpu.load(scratch.rows.at[stage, 1, rows], layout=tile.row_layout())
+            dscores = tile.score_gradients(weights, dweights, delta)
+            narrow = (dscores if slope is None else dscores * slope).astype(problem.dtype)
+            if both_ds is not None:
+                both_ds.at[pl.ds(first(), WARPGROUP_ROWS), rows][...] = narrow
+            return narrow
+
+        def multiply_dkey() -> None:
+            if dk is not None:
+                for i, narrow in enumerate(narrows):
+                    multiply_down(dk, narrow, scratch.q.at(stage, rows=pl.ds(i * width, width)))
+
+        def end() -> None:
+            if not overlaps:
                 plgpu.wgmma_wait(0)
                 release(n)
 
-        pl.run_scoped(products, *[plgpu.WGMMAAccumulatorRef(tile.shape, jnp.float32)] * (1 + makes_dkey))
+        accumulators = [plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, width), jnp.float32)] * (1 + has_dkey)
+        narrows = [pl.run_scoped(partial(score_gradients, i), *accumulators) for i in range(parts)]
+        if not launch.adds:
+            multiply_dkey()
+            end()
+            return
+        plgpu.commit_smem()
+        meet()
 
-    def over_queries(*sums):
-        dk, dv = sums[0] if makes_dkey else None, sums[-1] if makes_dvalue else None
-        visits, heads = block.visits, launch.heads
-        masked_steps = heads * visits.masked
+        def share(dq):
+            shares.multiply(block, warpgroup, both_ds, pl.ds(again, config.columns), dq)
+            multiply_dkey()
+            # The producer gets the share while these products are under way.
+            values = launch.own_columns(plgpu.wgmma_accumulator_load(dq, wait_n=parts * form.copies), warpgroup)
+            shares.give(block, warpgroup, n, values, query_tile, is_masked=is_masked)
+            end()
 
-        def masked_step(n, _):
-            head = block.first_head + lax.div(n, visits.masked)
-            step(n, head, visits.masked_tile(lax.rem(n, visits.masked)), dk, dv, is_masked=True)
+        pl.run_scoped(share, plgpu.WGMMAAccumulatorRef((shares.PART, shares.PART), jnp.float32))
 
-        def full_step(n, _):
-            i = n - masked_steps
-            head = block.first_head + lax.div(i, visits.full)
-            step(n, head, visits.full_tile(lax.rem(i, visits.full)), dk, dv, is_masked=False)
+    def all_steps(*sums: Any) -> list[jax.Array]:
+        dk, dv = sums[0] if has_dkey else None, sums[-1] if has_dvalue else None
 
-        if visits.has_masked:
-            lax.fori_loop(0, masked_steps, masked_step, None)
-        steps = heads * (visits.masked + visits.full)
-        lax.fori_loop(masked_steps, steps, full_step, None)
+        def loop(start: Any, end: Any, is_masked: bool) -> None:
+            if block.visits.has_masked or not is_masked:
+                lax.fori_loop(start, end, lambda n, _: step(n, dk, dv, is_masked=is_masked), None)
+
+        loop(0, block.first_steps, not launch.adds)
+        if launch.adds and config.overlaps:
+            plgpu.wgmma_wait(0)
+            pl.when(block.first_steps > 0)(lambda: release_before(block.first_steps))
+        loop(block.first_steps, block.steps, launch.adds)
         results = [each[...] for each in sums]
-        if config.overlaps:
-            pl.when(steps > 0)(lambda: release(steps - 1))
+        if config.overlaps and not launch.adds:
+            pl.when(block.steps > 0)(lambda: release_before(block.steps))
         return results
 
+    own_first = first()
     sums = plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, form.size), jnp.float32)
-    results = pl.run_scoped(over_queries, *[sums] * (makes_dkey + makes_dvalue))
-    if not config.shares_keys:
-        # The other warpgroup may still multiply by what the results are about to overwrite.
-        plgpu.barrier_arrive(scratch.finished)
-        plgpu.barrier_wait(scratch.finished)
-    place, own = block.lane.result_rows(block.first_key + first, WARPGROUP_ROWS), pl.ds(first, WARPGROUP_ROWS)
+    results = pl.run_scoped(all_steps, *[sums] * (has_dkey + has_dvalue))
+    if launch.adds or not config.shares_keys:
+        meet()  # the other warpgroup's products with what the results overwrite are done, too
+    own, place = pl.ds(own_first, WARPGROUP_ROWS), block.lane.result_rows(block.first_key + own_first, WARPGROUP_ROWS)
     stored = []
-    if makes_dkey:
-        stored.append((scratch.k.at(rows=own), results[0], problem.scale, block.gradients.dkey))
-    if makes_dvalue:
-        stored.append((scratch.v.at(rows=own), results[-1], kept_scale(problem), block.gradients.dvalue))
+    if has_dkey:
+        stored.append((scratch.k.at(rows=own), results[0], problem.scale, block.outputs.gradients.dkey))
+    if has_dvalue:
+        stored.append((scratch.v.at(rows=own), results[-1], kept_scale(problem), block.outputs.gradients.dvalue))
     for tile, values, scale, _ in stored:
         tile.store(values * scale, width=columns_at_once(form.size))
     plgpu.commit_smem()
     for tile, _, _, gradient in stored:
         tile.send(gradient.at[place])
+    if launch.adds:
+        shares.await_added(block)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def key_value_gradients(
-    inputs: Inputs,
-    *,
-    problem: Problem,
-    form: TileForm,
-    config: KeysConfig,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (dkey, dvalue), like key and value.
+def by_batch(launch: Callable[[Problem, Inputs], Gradients], problem: Problem, inputs: Inputs) -> Gradients:
+    """launch(problem, inputs), as one launch with a larger batch under `jax.vmap`.
+
+    JAX's own copies of the kernel would share its semaphores, and none would know whose turn it is.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def compute(inputs):
+        return launch(problem, inputs)
+
+    @compute.def_vmap
+    def _mapped(count, is_mapped, inputs):
+        def flat(array, mapped):
+            whole = array if mapped else jnp.broadcast_to(array, (count, *array.shape))
+            return whole.reshape(-1, *whole.shape[2:])
+
+        batch = problem.batch
+        results = by_batch(launch, replace(problem, batch=count * batch), jax.tree.map(flat, inputs, is_mapped[0]))
+        return tuple(array.reshape(count, batch, *array.shape[1:]) for array in results), (True, True, True)
+
+    return compute(inputs)
+
+
+def key_gradients(inputs: Inputs, *, problem: Problem, form: TileForm, config: KeysConfig) -> Gradients:
+    """Returns (dkey, dvalue), like key and value; with `adds_dquery` (dquery, dkey, dvalue).
+
+    A launch needs memory for `parts` copies of dkey and dvalue if there are several; with `adds_dquery` also for a
+    float32 array like query with whole query tiles.
 
     Args:
-        inputs: with the dense array, if any, as (..., keys, queries).
+        inputs: with the dense array, if any, as (..., keys, queries). With `adds_dquery` there are no extras.
+        problem: with `adds_dquery`, one with whole key tiles.
         form: the layout of query, key, value and dout tiles in shared memory.
     """
-    launch = _Launch(problem, form, config)
+    launch = partial(_launched, form=form, config=config)
+    return by_batch(launch, problem, inputs) if config.adds_dquery else launch(problem, inputs)
+
+
+def _launched(problem: Problem, inputs: Inputs, *, form: TileForm, config: KeysConfig) -> Gradients:
+    launch = Launch(problem=problem, form=form, config=config)
 
     def attention_backward_keys(inputs, *others):
-        *gradients, scratch = others
-        warpgroup = lax.axis_index("warpgroup")
-        block = _Block.of(launch, inputs, KeyGradients.of(gradients), scratch)
+        *results, scratch = others
+        dquery, *gradients, sums = results if launch.adds else (None, *results, None)
+        outputs = Outputs(KeyGradients.of(gradients), dquery, sums)
+        warpgroup, number = lax.axis_index("warpgroup"), lax.axis_index("block")
+        block = Block.of(launch, inputs, outputs, scratch, number)
 
-        def consume_all() -> None:
-            plgpu.barrier_wait(block.scratch.held)
+        def either(own: Callable[[], None], finish: Callable[[jax.Array], None]) -> None:
+            """The role in a block with keys, or in the n-th finisher."""
+            if not launch.has_finishers:
+                own()
+                return
+            pl.when(number < launch.blocks)(own)
+            pl.when(number >= launch.blocks)(lambda: finish(number - launch.blocks))
+
+        def consume_keys() -> None:
             if config.shares_keys:
-                consume(block, warpgroup * WARPGROUP_ROWS)
+                consume(block, warpgroup)
             else:
-                pl.when(warpgroup == 0)(lambda: consume(block, 0, makes_dkey=False))
-                pl.when(warpgroup == 1)(lambda: consume(block, 0, makes_dvalue=False))
+                pl.when(warpgroup == 0)(lambda: consume(block, warpgroup, has_dkey=False))
+                pl.when(warpgroup == 1)(lambda: consume(block, warpgroup, has_dvalue=False))
 
-        run_roles(warpgroup, WARPGROUPS, block.produce, consume_all)
+        run_roles(
+            warpgroup,
+            WARPGROUPS,
+            lambda: either(lambda: produce(block), lambda n: shares.produce_finished(block, n)),
+            lambda: either(consume_keys, lambda n: shares.consume_finished(block, n, warpgroup)),
+            launch.registers,
+            consumers_first=launch.warps_apart,
+        )
 
+    if launch.adds:
+        attention_backward_keys.__name__ = "attention_backward_fused"
     kernel = block_kernel(
         attention_backward_keys,
-        out_type=KeyGradients.types(inputs.key, config.parts),
-        blocks=launch.blocks * launch.lanes,
+        out_type=launch.results(inputs),
+        blocks=launch.blocks + launch.finishers,
         consumers=WARPGROUPS,
         scratch=(launch.scratch_types(),),
-        products=problem.product and problem.product.times(4),
+        products=problem.product and problem.product.times(5 if launch.adds else 4),
+        automatic_barriers=launch.automatic_barriers,
     )
-    return KeyGradients.summed(kernel(inputs))
+    if not launch.adds:
+        return KeyGradients.summed(kernel(inputs))
+    dquery, *gradients, _ = kernel(inputs)
+    return dquery, *KeyGradients.summed(gradients)

@@ -325,7 +325,7 @@ def query_gradients(
     Args:
         inputs: whose rows may also be what the kernel computes them of: the output, like query, and the log-sum-exp,
             (batch, heads, queries padded to whole tiles).
-        form: see `key_value_gradients`.
+        form: see `key_gradients`.
         returns_dscores: whether to return the scores' gradients, (batch, heads, queries, keys), float32, both padded to
             whole tiles. The kernel then skips no tile.
     """
