@@ -1,9 +1,11 @@
-"""What attention takes unasked: implementation, warpgroups, and for a few queries the kernel of decoding."""
+"""What attention takes unasked: implementation, configuration, and for a few queries the kernel of decoding."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -14,14 +16,19 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
 from pallas_kernels import recorded_choices, testing
-from pallas_kernels.ops.attention import few_queries
+from pallas_kernels.ops.attention import cost, few_queries
 from pallas_kernels.ops.attention.api import attention
-from pallas_kernels.ops.attention.backward.config import (
-    default_backward,
-    two_kernels,
+from pallas_kernels.ops.attention.backward.config import backward_candidates, backward_cost, default_backward
+from pallas_kernels.ops.attention.backward.gradients import attention_backward
+from pallas_kernels.ops.attention.forward.config import (
+    default_forward,
+    forward_candidates,
+    forward_cost,
+    known,
+    preferred,
 )
-from pallas_kernels.ops.attention.forward.config import default_forward, preferred
-from pallas_kernels.ops.attention.problem import Problem, problem_of, widened
+from pallas_kernels.ops.attention.forward.kernel import attention_forward
+from pallas_kernels.ops.attention.problem import Extras, Problem, problem_of, widened
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.ops.attention.specs import ATTENTION
 
@@ -104,61 +111,74 @@ def test_what_is_taken_unasked():
     assert kernels(gradient, *many) == {"attention"}
 
 
-@pytest.mark.parametrize(
-    ("given", "parts"),
-    [({"size": 192}, 1), ({"size": 192, "is_causal": True}, 1), ({}, 2), ({"keys": 100}, 2), ({"is_causal": True}, 2),
-     ({"keys": 128, "is_causal": True}, 2), ({"keys": 100, "is_causal": True}, None),
-     ({"size": 192, "queries": 82, "keys": 82, "is_causal": True}, None), ({"softcap": 1.0}, None)],
-)  # fmt: skip
-def test_large_heads_loop_over_tiles_where_registers_suffice(given, parts):
-    problem = described(**{"batch": 32, "queries": 1024, "keys": 1024, "size": 256, **given})
+LLAMA = {"heads": 32, "key_heads": 8, "size": 128, "is_causal": True}
+VIT = {"heads": 12, "key_heads": 12, "size": 64}
+GEMMA = {"heads": 16, "key_heads": 4, "size": 256, "is_causal": True}
+
+
+def of_length(length, model, **given) -> Problem:
+    return described(**{"queries": length, "keys": length, **model, **given})
+
+
+@pytest.mark.parametrize("model", [LLAMA, VIT, GEMMA])
+def test_more_work_never_costs_less(model):
     with jax.sharding.use_abstract_mesh(MESH):
-        config = default_forward(problem)
-    assert config.is_persistent == config.own_output == (parts is not None)
-    assert config.output_parts == (parts or 1)
+        for lengths in itertools.pairwise((64, 197, 512, 1024, 2050, 4096, 8192)):
+            for batches in itertools.pairwise((1, 2, 4, 16)):
+                small, longer = (of_length(length, model, batch=batches[0]) for length in lengths)
+                more = of_length(lengths[0], model, batch=batches[1])
+                forward, backward = default_forward(small), default_backward(small)
+                for larger in (longer, more):
+                    assert forward_cost(small, forward) <= forward_cost(larger, forward)
+                    assert backward_cost(small, backward) <= backward_cost(larger, backward)
 
 
-LLAMA = {"batch": 1, "heads": 32, "key_heads": 8, "size": 128, "is_causal": True}
-
-
-@pytest.mark.parametrize(
-    ("given", "parts", "columns"),
-    [({"queries": 512}, 4, 64), ({"queries": 512, "is_causal": False}, 4, 128), ({"queries": 512, "batch": 2}, 4, 128),
-     ({"queries": 512, "batch": 4}, 2, 128), ({"queries": 512, "batch": 8}, 1, 128), ({"queries": 1024}, 4, 128),
-     ({"queries": 1024, "is_causal": False}, 2, 128), ({"queries": 1024, "heads": 12, "key_heads": 12}, 1, 64),
-     ({"queries": 2048, "batch": 4}, 1, 128),
-     ({"queries": 4096}, 1, 128), ({"queries": 256}, 4, 64), ({"queries": 128}, 4, 64), ({"queries": 17}, 4, 64),
-     ({"queries": 7, "key_heads": 1}, 1, 128), ({"queries": 16, "key_heads": 1}, 32, 64),
-     ({"queries": 128, "size": 256}, 4, 64), ({"queries": 256, "size": 256}, 4, 64),
-     ({"queries": 512, "softcap": 1.0}, 1, 128), ({"queries": 300}, 4, 64),
-     ({"queries": 300, "is_causal": False}, 4, 128), ({"queries": 128, "batch": 16}, 1, 128),
-     ({"queries": 512, "key_heads": 32}, 1, 64)],
-)  # fmt: skip
-def test_more_blocks_where_keys_make_few(given, parts, columns):
-    problem = described(**{**LLAMA, **given, "keys": given["queries"]})
-    with jax.sharding.use_abstract_mesh(MESH):
-        config = two_kernels(problem)
-    assert (config.keys.parts, config.keys.columns) == (parts, columns)
+def test_blocks_share_multiprocessors_as_they_fit(monkeypatch):
+    monkeypatch.setattr(cost, "target_device", lambda: SimpleNamespace(core_count=4))
+    assert cost.launch_cost([2, 2], lanes=2) == 2
+    assert cost.launch_cost([2, 2, 2], lanes=2) == 4  # a second round of two blocks
+    assert cost.launch_cost([6, 1, 1], lanes=1) == 6  # short blocks run beside the long one
+    assert cost.launch_cost([3, 1], lanes=16) == 16
 
 
 @pytest.mark.parametrize(
-    ("given", "is_one"),
-    [({"batch": 4, "queries": 1024}, True), ({"batch": 4, "queries": 1000}, True),
-     ({"batch": 4, "queries": 384}, False), ({"batch": 4, "queries": 1024, "size": 64}, True),
-     ({"queries": 1024}, False), ({"queries": 1024, "is_causal": False}, False), ({"queries": 1600}, True),
-     ({"batch": 2, "queries": 512}, False), ({"batch": 4, "queries": 512}, True), ({"queries": 2048}, True),
-     ({"queries": 1800, "is_causal": False}, True), ({"batch": 2, "queries": 1024, "is_causal": False}, True),
-     ({"queries": 512, "is_causal": False}, False), ({"queries": 480, "is_causal": False, "size": 192}, False),
-     ({"queries": 400, "is_causal": False}, False), ({"batch": 8, "queries": 512, "softcap": 2.0}, False),
-     ({"queries": 16384, "size": 64}, False), ({"queries": 16384, "size": 64, "is_causal": False}, True),
-     ({"batch": 8, "queries": 1024, "size": 64}, True),
-     ({"batch": 8, "queries": 1026, "size": 64}, True), ({"batch": 4, "queries": 4098}, True),
-     ({"batch": 4, "queries": 4098, "is_causal": False}, True), ({"batch": 4, "queries": 4098, "keys": 2050}, False)],
-)  # fmt: skip
-def test_one_backward_kernel_where_its_blocks_are_many(given, is_one):
-    problem = described(**{**LLAMA, "keys": given["queries"], **given})
+    ("batch", "length", "model", "rows", "parts", "is_one"),
+    [(4, 4096, LLAMA, 128, 1, True), (1, 512, LLAMA, 64, 4, False), (64, 197, VIT, 128, 1, False)],
+    ids=["llama", "a short llama", "vit"],
+)
+def test_known_shapes_take_what_was_fastest(batch, length, model, rows, parts, is_one):
+    problem = of_length(length, model, batch=batch)
     with jax.sharding.use_abstract_mesh(MESH):
-        assert default_backward(problem).keys.adds_dquery == is_one
+        forward, backward = default_forward(problem), default_backward(problem)
+    assert (forward.rows, backward.keys.parts, backward.keys.adds_dquery) == (rows, parts, is_one)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"batch": 4}, {"queries": 300, "keys": 500}, {"size": 64, "is_causal": False}, {"size": 256, "batch": 4},
+     {"window": (100, 0)}, {"softcap": 30.0}, {"queries": 5000, "keys": 5000}, {"heads": 24, "key_heads": 8},
+     {"dropout_rate": 0.1, "dropout_key": jnp.zeros(2, "uint32")}],
+    ids=str,
+)  # fmt: skip
+def test_every_choice_is_a_kernel(given):
+    problem = of_length(1024, LLAMA, **{"batch": 1, **given})
+    masking, shape = problem.masking, (problem.batch, problem.heads)
+    query = jax.ShapeDtypeStruct((problem.batch, masking.queries, problem.heads, problem.head_size), problem.dtype)
+    key = jax.ShapeDtypeStruct((problem.batch, masking.keys, problem.key_heads, problem.head_size), problem.dtype)
+    extras = Extras(words=jnp.zeros(2, "uint32") if problem.dropout_rate else None)
+    lse = jax.ShapeDtypeStruct((*shape, masking.queries), jnp.float32)
+    with jax.sharding.use_abstract_mesh(MESH):
+        forwards, backwards = forward_candidates(problem), backward_candidates(problem)
+        assert default_forward(problem) in forwards.values()
+        assert default_backward(problem) in backwards.values()
+        for config in forwards.values():
+            forward = partial(attention_forward, extras=extras, problem=problem, config=config)
+            assert jax.eval_shape(forward, query, key, key)[0].shape == query.shape
+        for config in backwards.values():
+            assert problem.group % config.keys.parts == 0
+            backward = partial(attention_backward, extras=extras, problem=problem, config=config)
+            gradients = jax.eval_shape(backward, query, key, key, query, lse, query)
+            assert [each.shape for each in gradients[:3]] == [query.shape, key.shape, key.shape]
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -200,12 +220,20 @@ def test_wider_heads_keep_their_scale(size, keys, taken, clips):
     assert widened(wide, widest) == (wide, (widest,))
 
 
-@pytest.mark.parametrize(
-    ("batch", "length", "heads", "given", "warpgroups"),
-    [(4, 4096, 32, {}, 3), (8, 1024, 16, {}, 3), (1, 1024, 16, {}, 2), (4, 4096, 32, {"is_causal": True}, 3),
-     (4, 4096, 32, {"size": 128}, 2), (4, 4096, 32, {"dropout_rate": 0.1, "dropout_key": jnp.zeros(2, "uint32")}, 2)],
-)  # fmt: skip
-def test_where_a_block_has_three_consumers(batch, length, heads, given, warpgroups):
-    with jax.sharding.use_abstract_mesh(MESH):
-        problem = described(batch=batch, queries=length, keys=length, heads=heads, key_heads=heads, **given)
-        assert default_forward(problem).warpgroups == warpgroups
+@pytest.mark.parametrize(("length", "differs"), [(1280, True), (256, False)])
+def test_only_one_kernel_may_add_in_any_order(length, differs):
+    heads = jax.ShapeDtypeStruct((2, length, 8, 64), jnp.bfloat16)
+
+    def traced(**given):
+        """The values, and the gradients."""
+        attend = partial(attention, implementation="mosaic", **given)
+        slopes = jax.grad(lambda *x: attend(*x).sum(dtype=jnp.float32), argnums=(0, 1, 2))
+        with jax.sharding.use_abstract_mesh(MESH):
+            return [str(jax.make_jaxpr(function)(heads, heads, heads)) for function in (attend, slopes)]
+
+    (value, slopes), (own_value, own_slopes) = traced(), traced(deterministic=False)
+    assert value == own_value
+    assert (slopes != own_slopes) == differs
+    assert traced(deterministic=True) == [value, slopes]
+    own = {"queries": length, "keys": length, "key_heads": 8}
+    assert known(described(**own)) == known(described(**own, deterministic=False))

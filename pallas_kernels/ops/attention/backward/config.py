@@ -1,26 +1,27 @@
-"""Configurations of the backward pass: one kernel or two, tiles, stages, and parts. TUNING.md has the measurements."""
+"""Configurations of the backward pass: one kernel or two, tiles, stages, and parts, by their estimated time.
+
+A time is counted in products of a warpgroup, 64 queries by 64 keys. TUNING.md has the measurements that the numbers are
+fitted to.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from pallas_kernels import tuning
+from pallas_kernels.ops.attention.cost import cheapest, launch_cost
 from pallas_kernels.ops.attention.forward.config import known
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.primitives.platform import target_device
 
 WARPGROUP_ROWS = 64
 """Rows of an accumulator of one warpgroup."""
 WARPGROUPS = 2
 """Consumer warpgroups of the kernel by keys."""
-KEY_ROWS = 64
-"""Queries of a step of the kernel of dkey and dvalue alone."""
-FUSED_KEYS = WARPGROUPS * WARPGROUP_ROWS
-"""Keys of a block of the fused kernel."""
-FUSED_ROWS = {64: 128, **dict.fromkeys((96, 128), 64)}
-"""Queries of a step of the fused kernel, by head size: as many as there are registers for."""
+_ROWS_OF_ONE = {64: 128, 96: 64, 128: 64}
+"""Queries of a step of one kernel, by head size: as many as there are registers for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,6 @@ class KeysConfig:
     """The kernel by keys: a block holds keys and loops over the queries that see them.
 
     adds_dquery: whether it adds up dquery, too; see `shares`.
-
     shares_keys: each of the two consumers computes dkey and dvalue of 64 keys. Else both have the same 64 keys, one
         computes dvalue and the other dkey, and both the scores: for large heads, whose accumulators would not fit in
         registers otherwise, and for more blocks.
@@ -41,7 +41,7 @@ class KeysConfig:
 
     adds_dquery: bool = False
     shares_keys: bool = True
-    rows: int = KEY_ROWS
+    rows: int = 64
     stages: int = 2
     overlaps: bool = False
     parts: int = 1
@@ -85,182 +85,141 @@ def columns_at_once(size: int) -> int:
     return math.gcd(size, 64)
 
 
-def backward_config(head_size: int, *, features: int = 0) -> BackwardConfig:
-    """The configuration of two kernels by head size.
-
-    features: the number of softcap, dropout, segments, and dense mask or bias, each of which takes registers.
-    """
-    if head_size <= 64:
-        return BackwardConfig(keys=KeysConfig(stages=3), queries=QueriesConfig(slots=6))
-    if head_size <= 128:
-        queries = QueriesConfig(columns=64, slots=8, overlaps=True) if features else QueriesConfig()
-        return BackwardConfig(keys=KeysConfig(shares_keys=features < 2), queries=queries)
-    slots = 4 if head_size <= 192 else 3
-    return BackwardConfig(keys=KeysConfig(shares_keys=False), queries=QueriesConfig(columns=64, slots=slots))
-
-
-def features_of(problem: Problem) -> int:
-    """The number of features that take registers; see `backward_config`."""
-    has = (problem.softcap, problem.dropout_rate, problem.masking.has_segments, problem.dense)
-    return sum(map(bool, has))
-
-
 def is_plain(problem: Problem) -> bool:
-    """Whether queries see all keys, or all up to their own place, and there are no further features."""
+    """Whether queries see all keys, or all up to their own place, and no feature takes registers."""
     masking = problem.masking
     return not features_of(problem) and masking.left is None and masking.right in (None, 0)
 
 
-_ROUNDS = 1.3
-"""Blocks a multiprocessor with which, under a causal mask, the longest block takes no longer than all together."""
-_GAIN = 0.87
-"""Without a mask, more parts are worth it if the rounds take at most this share of the time."""
-_SMALL_HEAD = 128
-"""Larger heads leave no registers for another form."""
-_SHORT_FROM, _SHORT_TO = 8, 2048
-"""Lengths with which the same work is split into more blocks."""
-_UNEVEN_KEYS = 512
-"""From so many keys on, blocks under a causal mask differ by more than a second round of them costs."""
-_TWO_TILES = 256
-"""With more keys, smaller blocks under a causal mask gain more than a second round of them costs."""
-_ONE_STEP = 128
-"""Keys with which a block of one warpgroup does not spill under a causal mask."""
-_LONG = 2048
-"""The length from which on blocks of two kernels share a group's heads like those of the fused one."""
+def features_of(problem: Problem) -> int:
+    """The number of softcap, dropout, segments, and dense mask or bias, each of which takes registers."""
+    return sum(map(bool, (problem.softcap, problem.dropout_rate, problem.masking.has_segments, problem.dense)))
 
 
-def parts_of_heads(problem: Problem, columns: int) -> int:
-    """The number of blocks of `columns` keys that share a group's heads; more than 1 if blocks would be few."""
-    masking, cores = problem.masking, target_device().core_count
-    keys = masking.keys if masking.right is None else min(masking.keys, masking.queries)
-    blocks = problem.batch * problem.key_heads * -(-keys // columns)
-    divisors = [n for n in range(1, problem.group + 1) if problem.group % n == 0]
-    if masking.right is not None:
-        return next((n for n in divisors if n * blocks >= _ROUNDS * cores), problem.group)
-    best, least = 1, -(-blocks // cores)
-    for n in divisors[1:]:
-        rounds = -(-n * blocks // cores) / n
-        if rounds <= _GAIN * least:
-            best, least = n, rounds
-    return best
+def usual_two(problem: Problem) -> BackwardConfig:
+    """Two kernels with as many keys and queries a block as there are registers for."""
+    size, features = problem.head_size, features_of(problem)
+    if size <= 64:
+        return BackwardConfig(keys=KeysConfig(stages=3, overlaps=is_plain(problem)), queries=QueriesConfig(slots=6))
+    if size <= 128:
+        queries = QueriesConfig(columns=64, slots=8, overlaps=True) if features else QueriesConfig()
+        return BackwardConfig(keys=KeysConfig(shares_keys=features < 2), queries=queries)
+    slots = 4 if size <= 192 else 3
+    return BackwardConfig(keys=KeysConfig(shares_keys=False), queries=QueriesConfig(columns=64, slots=slots))
 
 
 def two_kernels(problem: Problem) -> BackwardConfig:
-    """The default configuration of two kernels."""
+    """The two kernels of least estimated time."""
+    usual = usual_two(problem)
+    if not is_plain(problem) or usual.queries is None:
+        return usual
+    return BackwardConfig(
+        keys=cheapest(usual.keys, _other_keys(problem, usual.keys), partial(keys_cost, problem)),
+        queries=cheapest(usual.queries, _other_queries(problem, usual.queries), partial(queries_cost, problem)),
+    )
+
+
+def _other_keys(problem: Problem, usual: KeysConfig) -> Iterator[KeysConfig]:
+    """More blocks: parts of a group's heads, and blocks of 64 keys."""
+    for parts in range(1, problem.group + 1):
+        if problem.group % parts == 0:
+            yield replace(usual, parts=parts)
+            if not usual.adds_dquery:
+                yield replace(usual, parts=parts, shares_keys=False)
+
+
+def _other_queries(problem: Problem, usual: QueriesConfig) -> Iterator[QueriesConfig]:
+    """More blocks, of one warpgroup: where it has few steps; with more, a causal mask spills."""
     masking = problem.masking
-    config = backward_config(problem.head_size, features=features_of(problem))
-    if is_plain(problem) and problem.head_size <= 64:
-        config = replace(config, keys=replace(config.keys, overlaps=True))
-    config = _for_short_lengths(problem, config)
-    if is_plain(problem) and max(masking.queries, masking.keys) >= _LONG:
-        parts = max(config.keys.parts, parts_of_heads(problem, config.keys.columns))
-        config = replace(config, keys=replace(config.keys, parts=parts))
-    return config
+    if problem.head_size <= 128 and (masking.queries <= WARPGROUP_ROWS or masking.keys <= usual.columns):
+        yield replace(usual, warpgroups=1)
 
 
-def _for_short_lengths(problem: Problem, config: BackwardConfig) -> BackwardConfig:
-    """config with more blocks if there are few."""
-    masking, keys, queries = problem.masking, config.keys, config.queries
-    assert queries is not None
-    lengths = (masking.queries, masking.keys)
-    if not is_plain(problem) or min(lengths) < _SHORT_FROM or max(lengths) > _SHORT_TO:
-        return config
-    if max(lengths) == _SHORT_TO and not masking.is_causal:
-        return config  # The fused kernel takes them.
-    # Blocks of this kernel and of the other.
-    cores = target_device().core_count
-    most = cores * (2 if masking.is_causal and masking.keys >= _UNEVEN_KEYS else 1)
-    lanes = problem.batch * problem.key_heads
-    blocks = lanes * -(-masking.keys // keys.columns)
-    parts = max((n for n in range(1, most // blocks + 1) if problem.group % n == 0), default=1)
-    halves = replace(keys, shares_keys=False)
-    most = cores * (2 if masking.is_causal and masking.keys > _TWO_TILES else 1)
-    if parts * lanes * -(-masking.keys // halves.columns) <= most:
-        keys = halves
-    query_blocks = problem.batch * problem.heads * -(-masking.queries // WARPGROUP_ROWS)
-    # One warpgroup if a second would have no queries, or if all blocks of one run at once.
-    is_one = masking.queries <= WARPGROUP_ROWS or (masking.keys <= _ONE_STEP and query_blocks <= cores)
-    if problem.head_size <= _SMALL_HEAD and is_one:
-        queries = replace(queries, warpgroups=1)
-    return replace(config, keys=replace(keys, parts=parts), queries=queries)
+def can_be_one(problem: Problem) -> bool:
+    """Whether one kernel serves: it has no registers for features, nor for a masked last key tile."""
+    masking, columns = problem.masking, KeysConfig().columns
+    is_whole = masking.keys % columns == 0 or masking.right is None or masking.queries <= masking.keys
+    return is_plain(problem) and is_whole and problem.head_size in _ROWS_OF_ONE
 
 
-_LEAST, _MOST = 480, (8192, 16384)
-"""The shortest sequence for the fused kernel, and the longest with heads of 64 and with larger ones.
-
-Only causal masks with deterministic gradients have a longest: blocks then wait for each other, the more the longer."""
-_MANY_BLOCKS = (512, 256)
-"""With so many blocks the fused kernel, causal and without parts, was faster from `_LEAST` on; heads of 64, larger."""
-_LONG_ALONE = 1200
-"""The length from which on it was faster with fewer blocks, too."""
-_STEPS_PER_TILE = {True: 2.4, False: 0.9}
-"""Causal or not: steps of a multiprocessor per key tile of a lane with which the fused kernel is faster, although its
-blocks wait for each other, or add to two sums."""
-_STEPS = (70, 140)
-"""Least steps of a multiprocessor times key tiles of a lane with which it is faster without a mask; 64, larger heads.
-
-XLA runs three kernels more, and the fewer tiles, the more of the time goes to sums."""
-_STEPS_OF_PARTS = (70, 300)
-"""The same with parts, which two kernels can have, too."""
-
-
-def can_fuse(problem: Problem) -> bool:
-    """Whether the fused kernel serves: it has no registers for features, nor for a masked last key tile."""
-    masking = problem.masking
-    is_whole = masking.keys % FUSED_KEYS == 0 or masking.right is None or masking.queries <= masking.keys
-    return is_plain(problem) and is_whole and problem.head_size in FUSED_ROWS
-
-
-def is_faster_fused(problem: Problem, parts: int) -> bool:
-    """Whether there is so much work that the fused kernel is faster; parts: blocks that share a group's heads."""
-    masking, is_large = problem.masking, problem.head_size > 64
-    lengths = (masking.queries, masking.keys)
-    is_chain = masking.is_causal and problem.deterministic
-    if min(lengths) < _LEAST or (is_chain and max(lengths) > _MOST[is_large]):
-        return False
-    blocks = problem.batch * problem.key_heads * -(-masking.keys // FUSED_KEYS)
-    has_many = min(lengths) >= _LONG_ALONE or blocks >= _MANY_BLOCKS[is_large]
-    if masking.is_causal and parts == 1 and has_many:
-        return True
-    keys, pairs = masking.keys, masking.queries * masking.keys
-    if masking.is_causal:
-        keys = min(keys, masking.queries)
-        pairs = masking.queries * keys - keys * keys // 2
-    tiles = -(-keys // FUSED_KEYS)
-    steps = problem.batch * problem.heads * pairs / (KEY_ROWS * FUSED_KEYS * target_device().core_count)
-    least = (_STEPS if parts == 1 else _STEPS_OF_PARTS)[is_large]
-    is_enough = masking.is_causal or steps * tiles >= least
-    return is_enough and steps >= _STEPS_PER_TILE[masking.is_causal] * tiles
-
-
-def one_kernel(problem: Problem, parts: int) -> BackwardConfig:
-    """The configuration of one kernel.
+def one_kernel(problem: Problem, parts: int | None = None) -> BackwardConfig:
+    """The one kernel of least estimated time, or that with so many parts.
 
     A step's product for dkey overlaps the next step where registers suffice: not with scores of 128 queries.
     """
     size = problem.head_size
     overlaps = size == 128 or (size == 64 and problem.masking.is_causal)
-    keys = KeysConfig(adds_dquery=True, rows=FUSED_ROWS[size], overlaps=overlaps, parts=parts)
+    keys = KeysConfig(adds_dquery=True, rows=_ROWS_OF_ONE[size], overlaps=overlaps, parts=parts or 1)
+    if parts is None:
+        keys = cheapest(keys, _other_keys(problem, keys), partial(keys_cost, problem))
     return BackwardConfig(keys=keys, queries=None)
 
 
+_STEP, _HALF_STEP = 4.0, 3.0
+"""Products of a warpgroup for 64 queries and 64 keys of its own, or shared with the other warpgroup."""
+_STEP_OF_ONE = {64: 5.5, 96: 6.3, 128: 6.3}
+"""The same in one kernel by head size: five products, and adding a share."""
+_LEAST_OF_ONE, _MOST_OF_ONE = 480, {64: 8192, 96: 16384, 128: 16384}
+"""The lengths from and up to which one kernel was faster; longer ones, by head size, only where blocks wait in turn."""
+_CHAIN = {True: 14.0, False: 6.3}
+"""Causal or not: the time after which a block adds to a sum that its neighbour has added to, so long as all wait."""
+_SUMS = {True: 12.0, False: 30.0}
+"""Causal or not: the time of XLA's kernels around one kernel, which prepare rows, less what runs beside them."""
+_PARTS, _PART_OF_A_KEY = 6.0, 3e-4
+"""Of XLA's kernel that adds up parts: its launch, and a part of a key and its value."""
+_ONE_WARPGROUP = 1.3
+"""Time of a query row of one warpgroup, relative to two."""
+
+
+def keys_cost(problem: Problem, config: KeysConfig) -> float:
+    """The estimated time of the kernel by keys."""
+    masking, columns = problem.masking, config.columns
+    step = _STEP if config.shares_keys else _HALF_STEP
+    if config.adds_dquery:
+        step = _STEP_OF_ONE[problem.head_size]
+    step *= config.rows / 64 * problem.group / config.parts
+    tiles = [masking.query_tiles(key, columns, config.rows) for key in range(0, masking.keys, columns)]
+    costs = [step * max(1, tile.last - tile.first) for tile in tiles]
+    cost = launch_cost(costs, problem.batch * problem.key_heads * config.parts)
+    if config.adds_dquery:
+        chain = _CHAIN[masking.is_causal] * sum(tile.last > tile.first for tile in tiles)
+        cost = max(cost, chain if problem.deterministic else 0) + _SUMS[masking.is_causal]
+    if config.parts > 1:
+        cost += _PARTS + _PART_OF_A_KEY * problem.batch * problem.key_heads * masking.keys * (config.parts + 1)
+    return cost
+
+
+def queries_cost(problem: Problem, config: QueriesConfig) -> float:
+    """The estimated time of the kernel of dquery."""
+    masking = problem.masking
+    step = 3 * config.columns / 64 * (_ONE_WARPGROUP / 2 if config.warpgroups == 1 else 1)
+    rows = range(0, masking.queries, config.rows)
+    tiles = [masking.key_tiles(row, config.rows, config.columns) for row in rows]
+    return launch_cost([step * max(1, tile.last - tile.first) for tile in tiles], problem.batch * problem.heads)
+
+
+def backward_cost(problem: Problem, config: BackwardConfig) -> float:
+    """The estimated time of the backward pass."""
+    queries = 0.0 if config.queries is None else queries_cost(problem, config.queries)
+    return keys_cost(problem, config.keys) + queries
+
+
 def default_backward(problem: Problem) -> BackwardConfig:
-    """The default configuration: the fused kernel where it was faster."""
-    parts = parts_of_heads(problem, FUSED_KEYS)
-    is_one = can_fuse(problem) and is_faster_fused(problem, parts)
-    return one_kernel(problem, parts) if is_one else two_kernels(problem)
+    """The configuration of least estimated time; TUNING.md has the measurements."""
+    forms, lengths = [two_kernels(problem)], (problem.masking.queries, problem.masking.keys)
+    if can_be_one(problem) and min(lengths) >= _LEAST_OF_ONE:
+        waits = problem.masking.is_causal and problem.deterministic
+        if not waits or max(lengths) <= _MOST_OF_ONE[problem.head_size]:
+            forms.append(one_kernel(problem))
+    return min(forms, key=partial(backward_cost, problem))
 
 
 def backward_candidates(problem: Problem) -> dict[str, BackwardConfig]:
     """The configurations worth measuring, by name. Each gives the same bits in every run if the problem is
     deterministic."""
-    two = two_kernels(problem)
-    found = {"two kernels": two}
-    if two.keys.parts > 1:
-        found["two kernels, blocks with all heads of a group"] = replace(two, keys=replace(two.keys, parts=1))
-    if can_fuse(problem):
-        found["one kernel"] = one_kernel(problem, 1)
-        found["one kernel, blocks share a group"] = one_kernel(problem, parts_of_heads(problem, FUSED_KEYS))
+    found = {"two kernels": two_kernels(problem), "two kernels, the fewest blocks": usual_two(problem)}
+    if can_be_one(problem):
+        found |= {"one kernel": one_kernel(problem, 1), "one kernel, blocks share a group": one_kernel(problem)}
     return found
 
 

@@ -13,7 +13,7 @@ from pallas_kernels.ops.attention.backward.config import (
     BackwardConfig,
     KeysConfig,
     QueriesConfig,
-    can_fuse,
+    can_be_one,
     tuned_backward,
     two_kernels,
 )
@@ -79,7 +79,7 @@ def attention_backward(
 
 
 def _by_one_kernel(query, key, value, out, lse, dout, dlse, *, problem: Problem, config: KeysConfig):
-    assert can_fuse(problem)
+    assert can_be_one(problem)
     masking = problem.masking
     rows = rows_of(out, lse[:, :, : masking.queries], dout, dlse, _TILE)
     form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=problem.in_panels)

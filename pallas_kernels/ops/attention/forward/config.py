@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pallas_kernels import tuning
+from pallas_kernels.ops.attention.cost import cheapest, launch_cost
 from pallas_kernels.ops.attention.problem import LEAST_SIZE, Problem
 from pallas_kernels.primitives.platform import target_device
 
@@ -13,12 +14,9 @@ ROWS = 64
 """Queries of a consumer warpgroup: the rows of a wgmma."""
 STAGES = 2
 """Key tiles, and value tiles, in shared memory at once."""
-_SHORT = 512
-"""Up to so many keys, masked tiles are a large part, and their instructions count."""
-_FEW_ROUNDS = 1.5
-"""Blocks of 64 queries a multiprocessor up to which they were faster than blocks of 128, causal."""
-_COST_OF_THREE = 0.87
-"""Time per query row with three consumer warpgroups, relative to two: measured 0.86 to 0.97."""
+_ROW_COST = {1: 1.45, 2: 1.0, 3: 0.85}
+"""Time of a query row by the warpgroups of a block, relative to two: alone, one's softmax runs beside no products (8.1
+for 11.3 µs of two with twice the rows); three keep the tensor cores busier (0.86 to 0.97)."""
 _KEYS_OF_TURNS = 1024
 """Up to so many keys, all visible and in whole tiles, warpgroups take turns."""
 
@@ -58,85 +56,63 @@ class ForwardConfig:
         return self.warpgroups * ROWS
 
 
+def forward_cost(problem: Problem, config: ForwardConfig) -> float:
+    """The estimated time, in products of 64 queries by 64 keys: of the key tiles that each warpgroup's queries see."""
+    masking = problem.masking
+    rows = range(0, -(-masking.queries // config.rows) * config.rows, ROWS)
+    tiles = [masking.key_tiles(row, ROWS, config.columns) for row in rows]
+    costs = [_ROW_COST[config.warpgroups] * max(1, tile.last - tile.first) * config.columns / 64 for tile in tiles]
+    blocks = [sum(costs[i : i + config.warpgroups]) for i in range(0, len(costs), config.warpgroups)]
+    return launch_cost(blocks, problem.batch * problem.heads)
+
+
 def default_forward(problem: Problem) -> ForwardConfig:
-    """The default configuration; TUNING.md has the measurements."""
+    """The configuration of least estimated time among those whose registers suffice; TUNING.md has the measurements."""
+    usual = _of_two_warpgroups(problem)
+    return cheapest(usual, _alternatives(problem, usual).values(), partial(forward_cost, problem))
+
+
+def _alternatives(problem: Problem, usual: ForwardConfig) -> dict[str, ForwardConfig]:
+    """Forms with other numbers of warpgroups, by name."""
     masking, size = problem.masking, problem.head_size
-    cores = target_device().core_count
-    blocks = problem.batch * problem.heads * -(-masking.queries // ROWS)
-    config = _of_many_blocks(problem)
     if _further(problem) > (masking.left is not None):
-        return config
-    one = _of_one_warpgroup(config)
-    if blocks <= cores:
-        # Blocks of two warpgroups would leave half of the multiprocessors idle.
-        return one
-    is_short = min(masking.keys, masking.queries) <= _SHORT and masking.left is None
-    if not (masking.is_causal and is_short):
-        return config
-    if size <= 128 and blocks <= _FEW_ROUNDS * cores:
-        return replace(one, columns=64)
-    return config
+        return {}
+    found = {}
+    fills_one_round = problem.batch * problem.heads * -(-masking.queries // ROWS) <= target_device().core_count
+    if fills_one_round or (masking.is_causal and size <= 128):
+        # A consumer has more registers than each of two.
+        one = replace(usual, warpgroups=1, ping_pong=False, memory_registers=40, compute_registers=240)
+        found["one warpgroup"] = one if fills_one_round else replace(one, columns=64)
+    is_whole = masking.keys % usual.columns == 0 if masking.right is None else masking.is_causal
+    if size == 64 and usual.columns == 128 and masking.left is None and is_whole:
+        # Queries in registers would spill 96 bytes (144 if no consumer skips tiles, see `Block.skips_tiles`).
+        registers = {"memory_registers": 32, "compute_registers": 160}
+        three = replace(usual, warpgroups=3, queries_in_registers=False, short_masks=True, **registers)
+        found["three warpgroups"] = three
+    return found
 
 
-def _of_one_warpgroup(config: ForwardConfig) -> ForwardConfig:
-    """The configuration with one consumer, which has more registers than each of two."""
-    return replace(config, warpgroups=1, ping_pong=False, memory_registers=40, compute_registers=240)
-
-
-def _of_three_warpgroups(config: ForwardConfig) -> ForwardConfig:
-    """Returns the configuration with three consumer warpgroups, for heads of 64, which need few registers.
-
-    With queries in registers it would spill 96 bytes (144 if no consumer skips tiles, see `Block.skips_tiles`).
-    """
-    registers = {"memory_registers": 32, "compute_registers": 160}
-    return replace(config, warpgroups=3, queries_in_registers=False, short_masks=True, **registers)
-
-
-def _has_rounds_of_three(problem: Problem) -> bool:
-    """Whether three warpgroups a block are estimated to finish sooner than two, counting rounds of whole blocks."""
-
-    def rows(warpgroups: int) -> int:
-        blocks = problem.batch * problem.heads * -(-problem.masking.queries // (warpgroups * ROWS))
-        return -(-blocks // target_device().core_count) * warpgroups
-
-    return _COST_OF_THREE * rows(3) < rows(2)
-
-
-def _of_many_blocks(problem: Problem) -> ForwardConfig:
+def _of_two_warpgroups(problem: Problem) -> ForwardConfig:
     masking, size, further = problem.masking, problem.head_size, _further(problem)
     if size > 128:
         return _of_large_heads(problem)
     if further > 1:
         # Each feature holds registers beside a tile's scores.
         return ForwardConfig(columns=64, is_persistent=False)
-    config = ForwardConfig(
-        own_output=True,
-        queries_in_registers=bool(problem.dropout_rate),
-        short_masks=True,
-    )
-    if further:
+    config = ForwardConfig(own_output=True, queries_in_registers=bool(problem.dropout_rate), short_masks=True)
+    if further or (masking.has_band and not masking.is_causal):
         return config
-    if not masking.has_band:
-        if masking.keys <= 64:
-            return replace(config, columns=64)
-        if masking.keys % config.columns:
+    if masking.keys <= 64:
+        return replace(config, columns=64)
+    if masking.is_causal:
+        if size > 96:
             return config
-        if size == 64:
-            return _of_three_warpgroups(config) if _has_rounds_of_three(problem) else config
-        if problem.in_panels:
-            return config  # queries in registers leave ptxas none for panels
-        takes_turns = masking.keys <= _KEYS_OF_TURNS
-        return replace(config, queries_in_registers=True, ping_pong=takes_turns)
-    if masking.is_causal and size <= 96:
-        is_short = size == 64 and masking.keys <= _SHORT
-        if size == 64 and not is_short and _has_rounds_of_three(problem):
-            return _of_three_warpgroups(config)
         # Two key tiles in panels of 32 columns leave ptxas no registers for turns.
         takes_turns = not (size == 96 and problem.in_panels and masking.keys <= 2 * config.columns)
-        return replace(
-            config, queries_in_registers=not is_short, short_masks=size > 64 or is_short, ping_pong=takes_turns
-        )
-    return config
+        return replace(config, queries_in_registers=True, short_masks=size > 64, ping_pong=takes_turns)
+    if masking.keys % config.columns or size == 64 or problem.in_panels:
+        return config  # with queries in registers, ptxas has none for a last tile that is not whole, or for panels
+    return replace(config, queries_in_registers=True, ping_pong=masking.keys <= _KEYS_OF_TURNS)
 
 
 def _of_large_heads(problem: Problem) -> ForwardConfig:
@@ -202,14 +178,10 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
         "other output": replace(base, own_output=not base.own_output, output_parts=1),
         "queries elsewhere": replace(base, queries_in_registers=not base.queries_in_registers),
     }
+    usual = _of_two_warpgroups(problem)
+    candidates |= {"two warpgroups": usual, **_alternatives(problem, usual)}
     if not _further(problem):
-        candidates |= {
-            "one warpgroup": _of_one_warpgroup(base),
-            "two warpgroups": _of_many_blocks(problem),
-            "fewer keys a tile": replace(base, columns=64),
-        }
-        if problem.head_size == 64:
-            candidates["three warpgroups"] = _of_three_warpgroups(_of_many_blocks(problem))
+        candidates["fewer keys a tile"] = replace(base, columns=64)
     if problem.masking.has_band and not problem.masking.has_segments:
         candidates["other masks"] = replace(base, short_masks=not base.short_masks)
     return candidates
