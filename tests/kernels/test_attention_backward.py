@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import draws
@@ -15,7 +16,7 @@ from products import normal
 
 from pallas_kernels import attention, testing
 from pallas_kernels.ops.attention.backward import keys_launch
-from pallas_kernels.ops.attention.backward.config import backward_config, one_kernel
+from pallas_kernels.ops.attention.backward.config import default_backward, one_kernel, usual_two
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.backward.tiles import Visits, block_place
 from pallas_kernels.ops.attention.masking import TileRange
@@ -119,7 +120,7 @@ def check(name, seed, **options):
     return found[seed]
 
 
-def compared(name, seed, *, config=None, parts=None, dtype=jnp.bfloat16, with_dlse=False, **given):
+def compared(name, seed, *, configure=default_backward, dtype=jnp.bfloat16, with_dlse=False, **given):
     operands, dout, arguments = make(name, seed, dtype)
     arguments |= given
     batch, queries, heads, _ = dout.shape
@@ -142,8 +143,8 @@ def compared(name, seed, *, config=None, parts=None, dtype=jnp.bfloat16, with_dl
         problem, extras = problem_of(*operands[:2], **dynamic, **static)
         problem, _ = widened(problem)
         dlse = dlse if with_dlse else None
-        own = config if parts is None else one_kernel(problem, parts)
-        *got, ddense = attention_backward(*operands, out, lse, dout, extras, problem=problem, dlse=dlse, config=own)
+        given = {"problem": problem, "dlse": dlse, "config": configure(problem)}
+        *got, ddense = attention_backward(*operands, out, lse, dout, extras, **given)
         assert (ddense is None) == (arguments["bias"] is None)
         return got if ddense is None else [*got, ddense.reshape(arguments["bias"].shape)]
 
@@ -165,32 +166,31 @@ def test_gradients(name, seed):
 
 @pytest.mark.usefixtures("interpreter")
 def test_gradient_of_log_sum_exp_and_products_that_overlap_in_float16(seed):
-    config = backward_config(64)
-    config = replace(
-        config,
-        keys=replace(config.keys, overlaps=True),
-        queries=replace(config.queries, columns=64, overlaps=True),
-    )
-    check("causal, grouped heads, fewer queries", seed, config=config, dtype=jnp.float16, with_dlse=True)
+    def configure(problem):
+        usual = usual_two(problem)
+        keys, queries = replace(usual.keys, overlaps=True), replace(usual.queries, columns=64, overlaps=True)
+        return replace(usual, keys=keys, queries=queries)
+
+    check("causal, grouped heads, fewer queries", seed, configure=configure, dtype=jnp.float16, with_dlse=True)
 
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", SHORT)
 def test_gradients_of_short_lengths(name, seed):
-    _, _, _, heads, key_heads, size = SHORT[name][0]
-    config = backward_config(size)
-    if "share" in name:
-        config = replace(config, keys=replace(config.keys, parts=heads // key_heads))
-    else:
-        config = replace(config, queries=replace(config.queries, warpgroups=1))
-    check(name, seed, config=config, with_dlse=True)
+    def configure(problem):
+        usual = usual_two(problem)
+        if "share" in name:
+            return replace(usual, keys=replace(usual.keys, parts=problem.group))
+        return replace(usual, queries=replace(usual.queries, warpgroups=1))
+
+    check(name, seed, configure=configure, with_dlse=True)
 
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", FUSED)
 def test_gradients_by_one_kernel(name, seed, monkeypatch):
     counts = interpreter_semaphores.extend(monkeypatch)
-    check(name, seed, parts=2 if "parts" in name else 1)
+    check(name, seed, configure=partial(one_kernel, parts=2 if "parts" in name else 1))
     if name == "causal, two tiles of keys":
         # Each tile of 64 queries of each head got a share from every tile of 128 keys that it sees.
         assert sorted(counts.values()) == [1, 1, 1, 1, 2, 2]
@@ -218,7 +218,7 @@ def test_one_kernel_with_scores_whose_weights_of_keys_of_zeros_would_be_infinite
 )
 def test_gradients_by_one_kernel_that_need_not_repeat(name, seed, monkeypatch):
     interpreter_semaphores.extend(monkeypatch)
-    check(name, seed, parts=2 if "parts" in name else 1, deterministic=False)
+    check(name, seed, configure=partial(one_kernel, parts=2 if "parts" in name else 1), deterministic=False)
 
 
 @pytest.mark.usefixtures("interpreter")

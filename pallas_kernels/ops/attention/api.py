@@ -191,14 +191,13 @@ def _mosaic(
         out = decoded(query, key, value, problem=problem)
         # The caller does not read lse.
         return out, jnp.zeros((problem.batch, problem.heads, problem.masking.queries), jnp.float32)
-    out, lse = attention_forward(query, key, value, extras, problem=problem, is_residual=not returns_lse)
-    return out, lse[:, :, : problem.masking.queries]
+    return attention_forward(query, key, value, extras, problem=problem)
 
 
 def _mosaic_fwd(problem, returns_lse, is_decoded, query, key, value, extras):
-    del is_decoded
-    out, lse = attention_forward(query, key, value, extras, problem=problem, is_residual=not returns_lse)
-    return (out, lse[:, :, : problem.masking.queries]), (query, key, value, out, lse, extras)
+    del returns_lse, is_decoded
+    out, lse = attention_forward(query, key, value, extras, problem=problem)
+    return (out, lse), (query, key, value, out, lse, extras)
 
 
 @usual_promotion
@@ -206,9 +205,6 @@ def _mosaic_bwd(problem, returns_lse, is_decoded, saved, cotangents):
     del is_decoded
     query, key, value, out, lse, extras = saved
     dout, dlse = cotangents
-    if returns_lse:
-        is_empty = lse == -jnp.inf
-        lse, dlse = jnp.where(is_empty, 0, lse), jnp.where(is_empty, 0, dlse)
     dquery, dkey, dvalue, ddense = attention_backward(
         query, key, value, out, lse, dout, extras, problem=problem, dlse=dlse if returns_lse else None
     )

@@ -48,7 +48,7 @@ def attention_backward(
     """Returns (dquery, dkey, dvalue, ddense): like query, key, value and `extras.dense`; None unless that is a bias.
 
     Args:
-        out, lse: of `attention_forward` with `is_residual`; lse may be shorter, but for no query.
+        out, lse: of `attention_forward`.
         dout: the cotangent of out, like query.
         dlse: that of lse, (batch, heads, queries) float32, or None for zeros.
         config: None: the measured best, else the default.
@@ -56,15 +56,15 @@ def attention_backward(
     extras = extras or Extras()
     operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
     config = config or tuned_backward(problem)
-    arrays = (query, key, value, out, lse, dout, dlse)
+    inputs = Inputs(query, key, value, dout, rows_of(out, lse, dout, dlse, _TILE), {})
     # JAX's warps accept no array that varies over the devices of `jax.shard_map`.
     varies = any(jax.typeof(operand).manual_axis_type.varying for operand in operands)
     if config.queries is None and varies and has_warps_apart(problem):
         config = two_kernels(problem)
     if config.queries is None:
-        (dq, dk, dv), dscores = _by_one_kernel(*arrays, problem=problem, config=config.keys), None
+        (dq, dk, dv), dscores = _by_one_kernel(inputs, problem, config.keys), None
     else:
-        dq, dk, dv, dscores = _by_two_kernels(*arrays, extras, problem, config.keys, config.queries)
+        dq, dk, dv, dscores = _by_two_kernels(inputs, extras, problem, config.keys, config.queries)
     dquery, dkey, dvalue = (varying_like(gradient, *operands) for gradient in (dq, dk, dv))
     ddense = None
     if dscores is not None:
@@ -78,42 +78,24 @@ def attention_backward(
     return dquery, dkey, dvalue, ddense
 
 
-def _by_one_kernel(query, key, value, out, lse, dout, dlse, *, problem: Problem, config: KeysConfig):
+def _by_one_kernel(inputs: Inputs, problem: Problem, config: KeysConfig):
     assert can_be_one(problem)
     masking = problem.masking
-    rows = rows_of(out, lse[:, :, : masking.queries], dout, dlse, _TILE)
     form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=problem.in_panels)
     # The problem has keys of zeros up to whole tiles, so that their tile need not be masked. A causal mask hides them;
     # else weights are bounded.
     whole = replace(masking, keys=pl.cdiv(masking.keys, config.columns) * config.columns)
     bounds = masking.right is None and whole != masking
     problem = replace(problem, masking=whole, bounds_weights=bounds)
-    return key_gradients(Inputs(query, key, value, dout, rows, {}), problem=problem, form=form, config=config)
+    return key_gradients(inputs, problem=problem, form=form, config=config)
 
 
-def _by_two_kernels(query, key, value, out, lse, dout, dlse, extras, problem, keys: KeysConfig, queries: QueriesConfig):
+def _by_two_kernels(inputs: Inputs, extras: Extras, problem: Problem, keys: KeysConfig, queries: QueriesConfig):
     form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=problem.in_panels)
     by_keys, by_queries = _extras(extras, problem, keys, queries)
-    if dlse is None:
-        rows = (out, _padded_lse(lse, problem.masking.queries, queries.rows))
-    else:
-        rows = rows_of(out, lse[:, :, : problem.masking.queries], dout, dlse, _TILE)
-    dq, rows, dscores = query_gradients(
-        Inputs(query, key, value, dout, rows, by_queries),
-        problem=problem,
-        form=form,
-        config=queries,
-        returns_dscores=problem.dense == "bias",
-    )
-    inputs = Inputs(query, key, value, dout, rows, by_keys)
-    dk, dv = key_gradients(inputs, problem=problem, form=form, config=keys)
+    dq, dscores = query_gradients(inputs._replace(extras=by_queries), problem=problem, form=form, config=queries)
+    dk, dv = key_gradients(inputs._replace(extras=by_keys), problem=problem, form=form, config=keys)
     return dq, dk, dv, dscores
-
-
-def _padded_lse(lse: jax.Array, queries: int, rows: int) -> jax.Array:
-    """lse, of at least so many queries, padded to whole tiles of them."""
-    extra = pl.cdiv(queries, rows) * rows - lse.shape[2]
-    return jnp.pad(lse, ((0, 0), (0, 0), (0, extra))) if extra > 0 else lse
 
 
 def _counted(count: int) -> jax.Array:

@@ -6,9 +6,6 @@ With q, k, v, do tiles of query, key, value and dout,
 
 where ds is a left operand that never leaves its registers. Scores are computed here once more instead of being added up
 over the blocks of the other kernel, so that results do not depend on the order in which blocks run.
-
-The kernel can also compute `rows_of`: a block has the dout of its queries, and loads their output to where the first
-keys will be.
 """
 
 from __future__ import annotations
@@ -33,15 +30,14 @@ from pallas_kernels.ops.attention.backward.tiles import (
     hidden,
     hides_steps,
     not_invariant,
-    row_sums,
     segment_tiles,
 )
 from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, block_kernel, run_roles
-from pallas_kernels.ops.attention.problem import LOG2_E, Problem
+from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives import compat
 from pallas_kernels.primitives.gemm.pipeline import drain
 from pallas_kernels.primitives.random import mixed_words
-from pallas_kernels.primitives.row_tiles import RowTiles, TileForm, multiply_across, multiply_down
+from pallas_kernels.primitives.row_tiles import TileForm, multiply_across, multiply_down
 
 _VECTOR = plgpu.Layout.WGMMA.reduce(1)
 """The layout of one value a query."""
@@ -50,9 +46,8 @@ _VECTOR = plgpu.Layout.WGMMA.reduce(1)
 class Scratch(NamedTuple):
     """A block's shared memory and barriers.
 
-    q, do: the block's queries and their dout. ring: key and value tiles in turns, before them the queries' output.
-    key_segments: those of the ring's keys, or None. held: a warpgroup's queries have arrived. full, empty: a slot of
-    the ring has arrived, or is free.
+    q, do: the block's queries and their dout. ring: key and value tiles in turns. key_segments: those of the ring's
+    keys, or None. held: a warpgroup's queries have arrived. full, empty: a slot of the ring has arrived, or is free.
     """
 
     q: Any
@@ -65,22 +60,23 @@ class Scratch(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """References to the results of `query_gradients`; None for one that the launch does not make."""
+    """References to the results of `query_gradients`; None for one that the launch does not return."""
 
     dquery: Any
-    rows: Any
     dscores: Any
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """Static facts of a launch; see `query_gradients`. computes_rows: whether it computes `rows_of`."""
+    """Static facts of a launch; see `query_gradients`."""
 
     problem: Problem
     form: TileForm
     config: QueriesConfig
-    computes_rows: bool
-    returns_dscores: bool
+
+    @property
+    def returns_dscores(self) -> bool:
+        return self.problem.dense == "bias"
 
     @property
     def blocks(self) -> int:
@@ -93,11 +89,6 @@ class _Launch:
     @property
     def key_blocks(self) -> int:
         return pl.cdiv(self.problem.masking.keys, self.config.columns)
-
-    @property
-    def lead(self) -> int:
-        """Slots of the ring that the queries' output takes at first."""
-        return pl.cdiv(self.config.rows, self.config.columns) if self.computes_rows else 0
 
     @property
     def hides_steps(self) -> bool:
@@ -114,12 +105,11 @@ class _Launch:
 
     def scratch_types(self) -> Scratch:
         config, form, has_segments = self.config, self.form, self.problem.masking.has_segments
-        held = (3 if self.computes_rows else 2) * form.copies
         return Scratch(
             q=form.scratch(config.warpgroups, WARPGROUP_ROWS),
             do=form.scratch(config.warpgroups, WARPGROUP_ROWS),
             ring=form.scratch(config.slots, config.columns),
-            held=plgpu.Barrier(num_arrivals=held, num_barriers=config.warpgroups),
+            held=plgpu.Barrier(num_arrivals=2 * form.copies, num_barriers=config.warpgroups),
             full=plgpu.Barrier(num_arrivals=form.copies + has_segments, num_barriers=config.slots),
             empty=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.slots),
             key_segments=plgpu.SMEM((config.slots, config.columns), jnp.int32) if has_segments else None,
@@ -160,29 +150,19 @@ class _Block:
         visits = Visits(tiles=hidden(tiles) if launch.hides_steps else tiles)
         return cls(launch, inputs, outputs, scratch, lane, key_head, first_query, visits)
 
-    def output_of(self, warpgroup: Any) -> RowTiles:
-        """The place in the ring where the output of a warpgroup's queries is, until the first keys come."""
-        row, columns = warpgroup * WARPGROUP_ROWS, self.launch.config.columns
-        slot, first = lax.div(row, columns), lax.rem(row, columns)
-        return self.scratch.ring.at(slot, rows=pl.ds(first, WARPGROUP_ROWS))
-
     def produce(self) -> None:
         """Runs the producer: loads the queries, and all the keys and values that they see."""
         visits = self.visits
         for warpgroup in range(self.launch.config.warpgroups):
             self._load_queries(warpgroup)
-        n = lax.fori_loop(0, visits.masked, self._loader(visits.masked_tile), jnp.int32(self.launch.lead))
+        n = lax.fori_loop(0, visits.masked, self._loader(visits.masked_tile), jnp.int32(0))
         n = lax.fori_loop(0, visits.full, self._loader(visits.full_tile), n)
         drain(self.scratch.empty, self.launch.config.slots, n)
 
     def _load_queries(self, warpgroup: int) -> None:
-        launch, inputs, scratch = self.launch, self.inputs, self.scratch
-        tiles = [(inputs.query, scratch.q.at(warpgroup)), (inputs.dout, scratch.do.at(warpgroup))]
-        if launch.computes_rows:
-            tiles.append((inputs.rows[0], self.output_of(warpgroup)))
-        place = self.lane.rows(self.first_query + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        for ref, tile in tiles:
-            tile.load_async(ref.at[place], scratch.held.at[warpgroup])
+        scratch, place = self.scratch, self.lane.rows(self.first_query + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        scratch.q.at(warpgroup).load_async(self.inputs.query.at[place], scratch.held.at[warpgroup])
+        scratch.do.at(warpgroup).load_async(self.inputs.dout.at[place], scratch.held.at[warpgroup])
 
     def _loader(self, tile_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
         """The body of a loop that loads the i-th key tile and then its values; n counts the ring's slots."""
@@ -208,36 +188,15 @@ def _row_values(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=_VECTOR, optimized=False)
 
 
-def _compute_rows(block: _Block, warpgroup: Any, first: Any) -> tuple[jax.Array, jax.Array]:
-    """Computes `rows_of` a warpgroup's queries and stores it for the other kernel; returns lse in base 2 and delta."""
-    scratch, lane = block.scratch, block.lane
-    own = pl.ds(first, WARPGROUP_ROWS)
-    lse = _row_values(block.inputs.rows[1].at[lane.batch, lane.head, own]) * LOG2_E
-    plgpu.barrier_wait(scratch.held.at[warpgroup])
-    delta = row_sums(block.output_of(warpgroup), scratch.do.at(warpgroup))
-    # These reads come before TMA's writes to the same place.
-    plgpu.commit_smem()
-    for i in range(block.launch.lead):
-        plgpu.barrier_arrive(scratch.empty.at[i])
-
-    numbers = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=_VECTOR) + first
-    for i, line in enumerate((lse, delta, numbers.astype(jnp.float32))):
-        block.outputs.rows.at[lane.batch, lane.head, i, own][...] = line
-    return lax.optimization_barrier((lse, delta))
-
-
 def consume(block: _Block, warpgroup: Any) -> None:
     """Runs a consumer: computes and stores dquery of 64 queries, and what else the launch returns."""
     launch, scratch, lane, extras = block.launch, block.scratch, block.lane, block.inputs.extras
     problem, config, visits = launch.problem, launch.config, block.visits
     words = mixed_words(extras["words"]) if "words" in extras else None
     first = block.first_query + warpgroup * WARPGROUP_ROWS
-    if launch.computes_rows:
-        lse, delta = _compute_rows(block, warpgroup, first)
-    else:
-        own = pl.ds(first, WARPGROUP_ROWS)
-        lse, delta = (_row_values(block.inputs.rows.at[lane.batch, lane.head, i, own]) for i in (0, 1))
-        plgpu.barrier_wait(scratch.held.at[warpgroup])
+    own_rows = block.inputs.rows.at[lane.batch, lane.head]
+    lse, delta = (_row_values(own_rows.at[i, pl.ds(first, WARPGROUP_ROWS)]) for i in (0, 1))
+    plgpu.barrier_wait(scratch.held.at[warpgroup])
     segments = None
     if scratch.key_segments is not None:
         segments = _row_values(extras["query_segments"].at[lane.batch, pl.ds(first, WARPGROUP_ROWS)])
@@ -245,10 +204,10 @@ def consume(block: _Block, warpgroup: Any) -> None:
     def release(n: Any) -> None:
         if scratch.key_segments is not None:
             plgpu.commit_smem()  # threads have read what TMA writes next
-        plgpu.barrier_arrive(scratch.empty.at[lax.rem(launch.lead + 2 * n, config.slots)])
+        plgpu.barrier_arrive(scratch.empty.at[lax.rem(2 * n, config.slots)])
 
     def step(n: Any, key_tile: Any, dq: Any, *, is_masked: bool) -> None:
-        k_slot, v_slot = (lax.rem(launch.lead + 2 * n + i, config.slots) for i in (0, 1))
+        k_slot, v_slot = (lax.rem(2 * n + i, config.slots) for i in (0, 1))
         column = key_tile * config.columns
         tile = Tile(
             problem=problem,
@@ -318,35 +277,29 @@ def query_gradients(
     problem: Problem,
     form: TileForm,
     config: QueriesConfig,
-    returns_dscores: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns dquery, like query; `rows_of`; and the gradients of all scores, or None.
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns dquery, like query, and the gradients of all scores, or None.
 
     Args:
-        inputs: whose rows may also be what the kernel computes them of: the output, like query, and the log-sum-exp,
-            (batch, heads, queries padded to whole tiles).
         form: see `key_gradients`.
         returns_dscores: whether to return the scores' gradients, (batch, heads, queries, keys), float32, both padded to
             whole tiles. The kernel then skips no tile.
     """
-    computes_rows = isinstance(inputs.rows, tuple)
-    launch = _Launch(problem, form, config, computes_rows, returns_dscores)
+    launch = _Launch(problem, form, config)
 
     def attention_backward_queries(inputs, *others):
-        dquery, *more, scratch = others
-        outputs = Outputs(dquery, more[0] if computes_rows else None, more[-1] if returns_dscores else None)
+        *results, scratch = others
+        outputs = Outputs(results[0], results[1] if launch.returns_dscores else None)
         warpgroup = lax.axis_index("warpgroup")
         block = _Block.of(launch, inputs, outputs, scratch)
         needs_more = config.warpgroups == 1 or (form.in_panels and form.size == 96)
         registers = MORE_FOR_PRODUCER if needs_more else REGISTERS
         run_roles(warpgroup, config.warpgroups, block.produce, lambda: consume(block, warpgroup), registers)
 
-    lead, rows = (problem.batch, problem.heads), launch.blocks * config.rows
     out_type = [jax.ShapeDtypeStruct(inputs.query.shape, problem.dtype)]
-    if computes_rows:
-        out_type.append(jax.ShapeDtypeStruct((*lead, 3, rows), jnp.float32))
-    if returns_dscores:
-        out_type.append(jax.ShapeDtypeStruct((*lead, rows, launch.key_blocks * config.columns), jnp.float32))
+    if launch.returns_dscores:
+        shape = (launch.blocks * config.rows, launch.key_blocks * config.columns)
+        out_type.append(jax.ShapeDtypeStruct((problem.batch, problem.heads, *shape), jnp.float32))
     # With segments there is no room for sums across warps, and there are none.
     params = {"reduction_scratch_bytes": 0} if problem.masking.has_segments else {}
     kernel = block_kernel(
@@ -360,5 +313,4 @@ def query_gradients(
         **params,
     )
     dquery, *others = kernel(inputs)
-    rows = others.pop(0) if computes_rows else inputs.rows
-    return dquery, rows, others[0] if others else None
+    return dquery, others[0] if others else None

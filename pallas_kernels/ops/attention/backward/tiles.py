@@ -12,13 +12,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.backward.config import columns_at_once
 from pallas_kernels.ops.attention.dropout import with_kept
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
 from pallas_kernels.ops.attention.scores import capped, load_dense
 from pallas_kernels.primitives.platform import target_device
-from pallas_kernels.primitives.row_tiles import RowTiles, TileForm
+from pallas_kernels.primitives.row_tiles import TileForm
 
 
 class Inputs(NamedTuple):
@@ -326,26 +325,15 @@ def block_place(block: Any, *, tiles: int, lanes: int, waves: int = 2) -> tuple[
 def rows_of(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int) -> jax.Array:
     """Three numbers a query, (batch, heads, 3, queries padded with zeros to a multiple of `rows`), float32.
 
-    lse in base 2; delta = sum(dout * out) - dlse, which the softmax subtracts from the gradients of a query's weights;
-    and the query's number.
+    lse in base 2, 0 for a query that sees no key; delta = sum(dout * out) - dlse, which the softmax subtracts from the
+    gradients of a query's weights; and the query's number.
     """
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
     # Fused with the transposition, XLA's reduction takes five times as long.
     delta = lax.optimization_barrier(delta).transpose(0, 2, 1)
+    is_empty = lse == -jnp.inf
     if dlse is not None:
-        delta = delta - dlse
+        delta = delta - jnp.where(is_empty, 0, dlse)
     places = jnp.broadcast_to(jnp.arange(lse.shape[2], dtype=jnp.float32), lse.shape)
-    lines = [lse * LOG2_E, delta, places]
-    stacked = jnp.stack(lines, axis=2)
+    stacked = jnp.stack([jnp.where(is_empty, 0, lse * LOG2_E), delta, places], axis=2)
     return jnp.pad(stacked, ((0, 0), (0, 0), (0, 0), (0, -stacked.shape[3] % rows)))
-
-
-def row_sums(left: RowTiles, right: RowTiles) -> jax.Array:
-    """The sums of left * right along rows, in float32, for tiles of 64 rows; some columns at a time."""
-
-    def parts(tiles):
-        for _, part in tiles.panels(columns_at_once(tiles.form.size)):
-            yield plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-
-    first, *others = (own * other for own, other in zip(parts(left), parts(right), strict=True))
-    return jnp.sum(sum(others, first), axis=1)

@@ -24,11 +24,10 @@ from pallas_kernels.primitives.row_tiles import columns_from, multiply_across, m
 
 @dataclass(frozen=True, kw_only=True)
 class Consumer:
-    """A consumer warpgroup. warpgroup: its number in the block. lse_of_nothing: of a query that sees no key."""
+    """A consumer warpgroup. warpgroup: its number in the block."""
 
     block: Block
     warpgroup: jax.Array
-    lse_of_nothing: float
 
     def run(self, results: Any) -> None:
         """Computes and stores the output and log-sum-exp of the warpgroup's queries in each of the block's tiles."""
@@ -208,7 +207,7 @@ class Consumer:
         safe = jnp.where(is_empty, 1.0, total)
         inverse = jnp.where(is_empty, 0.0, 1.0 / (safe * (1 - problem.dropout_rate)))
         lse = maximum * (1 / LOG2_E) + jnp.log(safe)
-        lse = jnp.where(is_empty, self.lse_of_nothing, lse)
+        lse = jnp.where(is_empty, -jnp.inf, lse)
         out = out * lax.broadcast_in_dim(inverse, out.shape, (0,))
         buffer = buffers["out" if config.own_output else "q"].at(warpgroup)
         rows = pl.ds(row, ROWS)

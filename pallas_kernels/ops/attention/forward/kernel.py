@@ -13,7 +13,6 @@ low-precision", 2024, https://arxiv.org/abs/2407.08608
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -41,13 +40,10 @@ def attention_forward(
     *,
     problem: Problem,
     config: ForwardConfig | None = None,
-    is_residual: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, lse): out like query, lse (batch, heads, queries) float32, the scores' log-sum-exp.
+    """Returns (out, lse): out like query, lse (batch, heads, queries) float32, -inf for a query that sees no key.
 
     query: (batch, queries, heads, head size), key, value: (batch, keys, key heads, head size), of one 16-bit dtype.
-    is_residual: whether lse is for `attention_backward`: it then has all rows of the last tile, and is 0 for a query
-        that sees no key. Else that is -inf.
     """
     config = config or tuned_forward(problem)
     arrays = _extra_arrays(extras, problem, config)
@@ -60,11 +56,9 @@ def attention_forward(
         jax.ShapeDtypeStruct(query.shape, problem.dtype),
         jax.ShapeDtypeStruct((problem.batch, problem.heads, schedule.tiles * config.rows), jnp.float32),
     ]
-    lse_of_nothing = 0.0 if is_residual else -math.inf
-    out, lse = _kernel(problem, config, schedule, out_type, lse_of_nothing)(query, key, value, arrays)
+    out, lse = _kernel(problem, config, schedule, out_type)(query, key, value, arrays)
     everything = (query, key, value, *arrays.values())
-    lse = lse if is_residual else lse[:, :, : problem.masking.queries]
-    return varying_like(out, *everything), varying_like(lse, *everything)
+    return varying_like(out, *everything), varying_like(lse[:, :, : problem.masking.queries], *everything)
 
 
 def _extra_arrays(extras: Extras, problem: Problem, config: ForwardConfig) -> dict[str, jax.Array]:
@@ -91,7 +85,6 @@ def _kernel(
     config: ForwardConfig,
     schedule: Schedule,
     out_type: list[jax.ShapeDtypeStruct],
-    lse_of_nothing: float,
 ) -> Callable[..., list[jax.Array]]:
     warpgroups, size = config.warpgroups, problem.head_size
     form = TileForm(size=size, dtype=problem.dtype, in_panels=problem.in_panels)
@@ -111,7 +104,7 @@ def _kernel(
             buffers=buffers,
             barriers=barriers,
         )
-        consumer = Consumer(block=block, warpgroup=warpgroup, lse_of_nothing=lse_of_nothing)
+        consumer = Consumer(block=block, warpgroup=warpgroup)
         run_roles(
             warpgroup,
             warpgroups,
