@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.flop_metadata import Products
@@ -76,3 +79,8 @@ def run_roles(
     roles = [(warpgroup == consumers, producer), (warpgroup < consumers, consumer)]
     for is_own, role in reversed(roles) if consumers_first else roles:
         pl.when(is_own)(role)
+
+
+def hidden[T](counts: T) -> T:
+    """The same integers, which LLVM cannot know: a loop of few steps that it unrolls may take too many registers."""
+    return lax.optimization_barrier(jax.tree.map(lambda count: jnp.asarray(count, jnp.int32), counts))

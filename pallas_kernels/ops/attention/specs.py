@@ -42,6 +42,7 @@ def _call(
     documents: the number of segments, packed in order, of about the same length. is_atomic: not `deterministic`.
     """
     batch, queries, keys, heads, key_heads, size = sizes
+    static = {name: value for name, value in static.items() if value is not False}
     key = ArraySpec(shape=(batch, keys, key_heads, size), dtype=dtype, fill=fill, deviation=deviation)
     arguments = {
         "query": replace(key, shape=(batch, queries, heads, size)),
@@ -151,6 +152,15 @@ def stand_in_lse(query: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.full((query.shape[0], query.shape[2], query.shape[1]), math.log(max(1, key.shape[1])), jnp.float32)
 
 
+def _gpu(*specs: ArgSpec) -> tuple[ArgSpec, ...]:
+    """The specs, for tests on a GPU in place of those without."""
+    return tuple(replace(spec, tags=spec.tags - {"test"} | {"gpu"}) for spec in specs)
+
+
+_LLAMA_8B, _LLAMA_1B = (32, 8, 128), (32, 8, 64)
+_VIT_B, _VIT_H, _SIGLIP = (12, 12, 64), (16, 16, 80), (16, 16, 72)
+"""Query heads, key heads, and columns of a head."""
+
 _READ = ("query", "key", "value", "mask", "bias")
 
 ATTENTION = OpSpec(
@@ -168,88 +178,82 @@ ATTENTION = OpSpec(
         _call(1, 24, 24, 2, 2, 80, is_causal=True, tags="test ragged"),  # in tiles of 96
         _call(1, 16, 16, 1, 1, 288, tags="test ragged"),
         *calls(_call, (0, 16, 16, 2, 1, 64), (2, 0, 16, 2, 1, 64), tags="test empty"),
-        _call(1, 2048, 2048, 8, 2, 128, tags="gpu"),  # backward blocks share a group's heads
-        _call(1, 2304, 2304, 4, 1, 128, is_causal=True, tags="gpu"),
-        _call(1, 2048, 2176, 8, 2, 64, tags="gpu"),
-        _call(2, 2048, 2048, 8, 2, 64, is_causal=True, tags="gpu"),
-        _call(1, 2176, 1024, 8, 2, 128, tags="gpu"),  # 136 tiles: four more than an H200 has multiprocessors
-        _call(1, 1, 4097, 4, 4, 128, tags="gpu"),
-        _call(2, 127, 1000, 4, 2, 128, is_causal=True, tags="gpu"),
-        _call(1, 1000, 127, 4, 2, 64, is_causal=True, dtype="float16", tags="gpu"),
-        _call(1, 1030, 1030, 4, 2, 64, tags="gpu"),
-        _call(1, 640, 640, 4, 2, 96, is_causal=True, tags="gpu"),
-        _call(1, 640, 700, 4, 2, 192, tags="gpu"),
-        _call(1, 640, 640, 2, 1, 256, is_causal=True, tags="gpu"),
-        _call(1, 1024, 1024, 2, 1, 128, window=(100, 60), documents=4, tags="gpu"),
-        _call(1, 128, 128, 2, 1, 256, is_causal=True, window=(0, 0), tags="gpu"),
-        _call(1, 1024, 1024, 2, 1, 128, is_causal=True, window=(200, 0), softcap=20.0, tags="gpu"),
-        _call(2, 1024, 1024, 2, 1, 128, is_causal=True, documents=5, tags="gpu"),
-        _call(2, 300, 500, 2, 1, 128, mask=(2, 1, 300, 500), dropout_rate=0.2, tags="gpu"),
-        _call(2, 512, 640, 2, 1, 128, mask=(2, 1, 1, 640), is_causal=True, tags="gpu"),
-        _call(2, 512, 512, 4, 2, 64, bias=(4, 512, 512), is_causal=True, tags="gpu"),
-        _call(1, 600, 600, 2, 1, 128, bias=(1, 2, 600, 600), mask=(600, 600), softcap=30.0, tags="gpu"),
-        _call(1, 512, 512, 2, 1, 128, documents=3, dropout_rate=0.1, dtype="float16", tags="gpu"),
-        _call(1, 520, 640, 2, 1, 128, is_causal=True, dropout_rate=0.1, tags="gpu"),  # one feature: in pairs
-        _call(1, 1000, 1000, 2, 1, 128, is_causal=True, window=(300, 0), tags="gpu"),  # one feature: dealt out
-        _call(1, 512, 512, 2, 1, 128, deviation=4.0, is_causal=True, tags="gpu extreme"),
-        _call(2, 5, 8192, 8, 2, 128, tags="gpu"),  # few queries: forward by the kernel of decoding
-        _call(2, 1, 1000, 12, 12, 64, tags="gpu"),
-        _call(5, 5, 1032, 32, 8, 128, tags="gpu"),  # rows of the backward pass are queries of a group's heads
-        _call(2, 1, 1, 8, 2, 128, is_causal=True, tags="gpu"),
-        _call(2, 16, 16, 8, 2, 128, is_causal=True, tags="gpu"),  # and are loaded from where they are
-        _call(2, 32, 200, 8, 2, 128, tags="gpu"),
-        _call(2, 63, 77, 4, 2, 128, is_causal=True, tags="gpu"),  # one warpgroup computes
-        _call(1, 256, 256, 4, 1, 256, is_causal=True, tags="gpu"),  # few steps of a large head
-        _call(1, 300, 196, 4, 1, 256, tags="gpu"),
-        _call(8, 512, 512, 16, 8, 128, tags="gpu"),  # blocks enough for one backward kernel
-        _call(8, 500, 500, 16, 8, 128, deviation=4.0, tags="gpu extreme"),  # and keys of zeros behind the last
-        _call(8, 600, 600, 16, 8, 64, is_causal=True, tags="gpu"),
-        _call(8, 512, 512, 16, 8, 96, tags="gpu"),
-        _call(1, 2050, 2050, 32, 8, 96, is_causal=True, tags="gpu"),  # whose blocks share a group's heads
-        _call(2, 64, 1450, 8, 1, 96, tags="gpu"),  # backward blocks share keys
-        # Lengths that are no whole groups of eight: tiles in panels.
-        _call(2, 197, 197, 4, 4, 64, tags="gpu"),
-        *calls(_call, (1, 133, 133, 2, 1, 96), (1, 250, 250, 4, 1, 256), is_causal=True, tags="gpu"),
-        _call(2, 300, 300, 8, 2, 128, is_causal=True, window=(100, 0), tags="gpu"),
-        _call(1, 301, 301, 2, 1, 128, is_causal=True, documents=3, tags="gpu"),
-        _call(1, 203, 301, 4, 2, 64, bias=(1, 4, 203, 301), tags="gpu"),
-        # Heads that are no tile's size.
-        _call(1, 640, 640, 4, 2, 80, is_causal=True, tags="gpu"),
-        _call(8, 512, 512, 16, 16, 72, tags="gpu"),
-        _call(2, 1024, 1024, 4, 4, 112, is_causal=True, tags="gpu"),
-        _call(2, 512, 512, 4, 2, 160, is_causal=True, tags="gpu"),
-        # One round or a little more: how many queries and keys a block has.
-        _call(1, 512, 512, 16, 16, 128, tags="gpu"),  # one warpgroup computes, on 128 multiprocessors
-        _call(1, 300, 300, 32, 8, 64, is_causal=True, tags="gpu"),
-        _call(8, 128, 128, 32, 8, 256, tags="gpu"),  # a large head in a loop over tiles
-        _call(8, 200, 200, 32, 8, 192, is_causal=True, tags="gpu"),
-        _call(8, 82, 82, 32, 8, 192, is_causal=True, tags="gpu"),  # and not
-        _call(4, 4096, 4096, 32, 8, 128, tags="bench"),
-        *calls(_call, (4, 4096, 4096, 32, 8, 128), (2, 4096, 4096, 32, 8, 128), is_causal=True, tags="bench block"),
-        _call(1, 16384, 16384, 32, 8, 128, tags="bench"),
-        _call(1, 16384, 16384, 32, 8, 128, is_causal=True, tags="bench"),
-        _call(1, 16384, 16384, 32, 8, 128, is_causal=True, is_atomic=True, tags="bench"),
-        *(_call(1, 8192, 8192, 32, 8, 128, is_causal=True, is_atomic=x, tags="bench") for x in (False, True)),
+        *_gpu(
+            _call(1, 2048, 2048, 8, 2, 128),  # backward blocks share a group's heads
+            _call(1, 2048, 2176, 8, 2, 64),
+            _call(2, 2048, 2048, 8, 2, 64, is_causal=True),
+            _call(1, 2176, 1024, 8, 2, 128),  # 136 tiles: four more than an H200 has multiprocessors
+            _call(1, 1, 4097, 4, 4, 128),
+            _call(2, 127, 1000, 4, 2, 128, is_causal=True),
+            _call(1, 1000, 127, 4, 2, 64, is_causal=True, dtype="float16"),
+            _call(1, 640, 640, 4, 2, 96, is_causal=True),
+            _call(1, 640, 700, 4, 2, 192),
+            _call(1, 640, 640, 2, 1, 256, is_causal=True),
+            _call(1, 512, 512, 2, 1, 128, is_causal=True, deviation=4.0, tags="extreme"),
+            # Features, and two of them at once.
+            _call(1, 128, 128, 2, 1, 256, is_causal=True, window=(0, 0)),
+            _call(1, 1000, 1000, 2, 1, 128, is_causal=True, window=(300, 0)),
+            _call(1, 520, 640, 2, 1, 128, is_causal=True, dropout_rate=0.1),
+            _call(2, 1024, 1024, 2, 1, 128, is_causal=True, documents=5),
+            _call(2, 512, 640, 2, 1, 128, is_causal=True, mask=(2, 1, 1, 640)),
+            _call(2, 512, 512, 4, 2, 64, is_causal=True, bias=(4, 512, 512)),
+            _call(1, 1024, 1024, 2, 1, 128, window=(100, 60), documents=4),
+            _call(1, 1024, 1024, 2, 1, 128, is_causal=True, window=(200, 0), softcap=20.0),
+            _call(2, 300, 500, 2, 1, 128, mask=(2, 1, 300, 500), dropout_rate=0.2),
+            _call(1, 600, 600, 2, 1, 128, bias=(1, 2, 600, 600), mask=(600, 600), softcap=30.0),
+            _call(1, 512, 512, 2, 1, 128, dtype="float16", documents=3, dropout_rate=0.1),
+            # Few queries, and short sequences.
+            _call(2, 5, 8192, 8, 2, 128),  # forward by the kernel of decoding
+            _call(2, 1, 1000, *_VIT_B),
+            _call(5, 5, 1032, *_LLAMA_8B),  # a group's queries are one head's
+            _call(2, 1, 1, 8, 2, 128, is_causal=True),
+            _call(2, 16, 16, 8, 2, 128, is_causal=True),
+            _call(2, 63, 77, 4, 2, 128, is_causal=True),  # one warpgroup computes dquery
+            _call(1, 256, 256, 4, 1, 256, is_causal=True),  # few steps of a large head
+            _call(1, 300, 196, 4, 1, 256),
+            # One backward kernel, in order and in any order.
+            _call(8, 500, 500, 16, 8, 128, deviation=4.0, tags="extreme"),  # keys of zeros behind the last
+            _call(8, 600, 600, 16, 8, 64, is_causal=True),
+            _call(1, 2050, 2050, 32, 8, 96, is_causal=True),  # whose blocks share a group's heads
+            *(_call(2, 1280, 1280, 8, 8, n, is_causal=n == 64, is_atomic=True) for n in (64, 96, 128)),
+            # Lengths that are no whole groups of eight: tiles in panels.
+            _call(2, 197, 197, 4, 4, 64),
+            *calls(_call, (1, 133, 133, 2, 1, 96), (1, 250, 250, 4, 1, 256), is_causal=True),
+            _call(2, 300, 300, 8, 2, 128, is_causal=True, window=(100, 0)),
+            _call(1, 301, 301, 2, 1, 128, is_causal=True, documents=3),
+            _call(1, 203, 301, 4, 2, 64, bias=(1, 4, 203, 301)),
+            # Heads that are no tile's size.
+            _call(1, 640, 640, 4, 2, 80, is_causal=True),
+            _call(8, 512, 512, *_SIGLIP),
+            _call(2, 1024, 1024, 4, 4, 112, is_causal=True),
+            _call(2, 512, 512, 4, 2, 160, is_causal=True),
+            # One round or a little more: how many queries and keys a block has.
+            _call(1, 512, 512, 16, 16, 128),  # one warpgroup computes, on 128 multiprocessors
+            _call(1, 300, 300, *_LLAMA_1B, is_causal=True),
+            _call(8, 128, 128, 32, 8, 256),  # a large head in a loop over tiles
+            _call(8, 200, 200, 32, 8, 192, is_causal=True),
+            _call(8, 82, 82, 32, 8, 192, is_causal=True),  # and not
+        ),
+        _call(4, 4096, 4096, *_LLAMA_8B, tags="bench"),
+        *(_call(n, 4096, 4096, *_LLAMA_8B, is_causal=True, tags="bench block") for n in (4, 2)),
+        *(_call(1, 16384, 16384, *_LLAMA_8B, is_causal=x, tags="bench") for x in (False, True)),
+        _call(1, 16384, 16384, *_LLAMA_8B, is_causal=True, is_atomic=True, tags="bench"),
+        *(_call(1, 8192, 8192, *_LLAMA_8B, is_causal=True, is_atomic=x, tags="bench") for x in (False, True)),
         *(_call(4, 2048, 2048, 32, 32, 128, is_atomic=x, tags="bench") for x in (False, True)),
-        _call(4, 4096, 4096, 32, 8, 64, tags="bench"),
-        _call(4, 4096, 4096, 32, 8, 64, is_causal=True, tags="bench"),
-        *calls(_call, (8, 2048, 2048, 16, 16, 80), (4, 2048, 2048, 16, 16, 112), tags="bench"),
-        _call(4, 4096, 4096, 16, 4, 256, tags="bench"),
-        _call(4, 4096, 4096, 16, 4, 256, is_causal=True, tags="bench"),
-        _call(1, 16384, 16384, 32, 8, 128, is_causal=True, window=(1023, 0), tags="bench"),
-        _call(1, 16384, 16384, 32, 8, 128, is_causal=True, documents=DOCUMENTS, tags="bench"),
-        _call(4, 4096, 4096, 32, 8, 128, is_causal=True, dropout_rate=0.1, tags="bench"),
+        *(_call(4, 4096, 4096, *_LLAMA_1B, is_causal=x, tags="bench") for x in (False, True)),
+        *calls(_call, (8, 2048, 2048, *_VIT_H), (4, 2048, 2048, 16, 16, 112), tags="bench"),
+        *(_call(4, 4096, 4096, 16, 4, 256, is_causal=x, tags="bench") for x in (False, True)),
+        _call(1, 16384, 16384, *_LLAMA_8B, is_causal=True, window=(1023, 0), tags="bench"),
+        _call(1, 16384, 16384, *_LLAMA_8B, is_causal=True, documents=DOCUMENTS, tags="bench"),
+        _call(4, 4096, 4096, *_LLAMA_8B, is_causal=True, dropout_rate=0.1, tags="bench"),
         # Few queries or short sequences.
-        *calls(_call, (16, 1, 1, 32, 8, 128), (1, 1, 1, 32, 8, 128), is_causal=True, tags="bench"),
-        *calls(_call, (16, 1, 4096, 32, 8, 128), (16, 16, 4096, 32, 8, 128), tags="bench"),
-        *calls(_call, (16, 16, 16, 32, 8, 128), (16, 128, 128, 32, 8, 128), is_causal=True, tags="bench"),
-        *calls(_call, (1, 512, 512, 32, 8, 128), (16, 512, 512, 32, 8, 128), is_causal=True, tags="bench"),
-        # A vision transformer's images, and a length that is no whole groups of eight either.
-        _call(64, 197, 197, 12, 12, 64, tags="bench"),
-        _call(2, 1002, 1002, 32, 8, 128, is_causal=True, tags="bench"),
-        # One backward kernel that adds in any order.
-        *(_call(2, 1280, 1280, 8, 8, n, is_causal=True, is_atomic=True, tags="gpu") for n in (64, 96, 128)),
-        *(_call(2, 1280, 1280, 8, 8, n, is_atomic=True, tags="gpu") for n in (64, 96, 128)),
+        *(_call(n, 1, 1, *_LLAMA_8B, is_causal=True, tags="bench") for n in (16, 1)),
+        *(_call(16, n, 4096, *_LLAMA_8B, tags="bench") for n in (1, 16)),
+        *(_call(16, n, n, *_LLAMA_8B, is_causal=True, tags="bench") for n in (16, 128)),
+        *(_call(n, 512, 512, *_LLAMA_8B, is_causal=True, tags="bench") for n in (1, 16)),
+        # Images, and a length that is no whole groups of eight either.
+        _call(64, 197, 197, *_VIT_B, tags="bench"),
+        _call(2, 1002, 1002, *_LLAMA_8B, is_causal=True, tags="bench"),
     ),
     forward_traffic=traffic(read=_READ, written=("query",)),
     # Reads the output, of the queries' shape, and its cotangent, too.

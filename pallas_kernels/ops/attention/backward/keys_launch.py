@@ -18,11 +18,10 @@ from pallas_kernels.ops.attention.backward.tiles import (
     Lane,
     Visits,
     block_place,
-    hidden,
     hides_steps,
     segment_tiles,
 )
-from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS
+from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, hidden
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.gemm.shared import shared
@@ -344,12 +343,13 @@ class Block:
     def queries(self, n: Any, is_masked: bool | None = None) -> tuple[Any, Any]:
         """(head, query tile) of a step, with shares from the last tile on. is_masked: of the tile, if known."""
         visits, launch = self.visits, self.launch
-        if is_masked is None:
-            first, second = (self.queries(n, is_masked) for is_masked in (not launch.adds, launch.adds))
-            head, tile = (jnp.where(n < self.first_steps, *pair) for pair in zip(first, second, strict=True))
-            return head, tile
         # `first_steps`, not captured: LLVM compiles a captured value differently.
-        i = n - launch.heads * (visits.full if launch.adds else visits.masked) if is_masked == launch.adds else n
+        first_steps = launch.heads * (visits.full if launch.adds else visits.masked)
+        if is_masked is None:
+            later, sooner = self.queries(n, launch.adds), self.queries(n, not launch.adds)
+            head, tile = (jnp.where(n >= first_steps, *pair) for pair in zip(later, sooner, strict=True))
+            return head, tile
+        i = n - first_steps if is_masked == launch.adds else n
         # Nothing is divided by a count of zero; yet without the maximum ptxas spills six registers.
         count = jnp.maximum(visits.masked if is_masked else visits.full, 1)
         if launch.heads_inside:

@@ -27,12 +27,11 @@ from pallas_kernels.ops.attention.backward.tiles import (
     Tile,
     Visits,
     block_place,
-    hidden,
     hides_steps,
     not_invariant,
     segment_tiles,
 )
-from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, block_kernel, run_roles
+from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, block_kernel, hidden, run_roles
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives import compat
 from pallas_kernels.primitives.gemm.pipeline import drain

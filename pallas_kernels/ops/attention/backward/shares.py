@@ -34,6 +34,7 @@ from jax import lax
 from pallas_kernels.ops.attention.backward.config import WARPGROUPS
 from pallas_kernels.ops.attention.backward.keys_launch import FINISHED_TILES, PART, SHARES, Block
 from pallas_kernels.primitives.gemm.pipeline import drain
+from pallas_kernels.primitives.row_tiles import RowTiles
 
 
 def produce(block: Block, load_all: Callable[[], None], load: Callable[[Any], None]) -> None:
@@ -101,12 +102,18 @@ def _add(block: Block, n: Any, meanwhile: Callable[[], None]) -> None:
     def store():
         for i in range(WARPGROUPS):
             place = launch.part_of(block.outputs.dquery, batch, head, query_tile, jnp.full((), i, jnp.int32))
-            scratch.dquery.at(slot, i).send(place)
+            _send(scratch.dquery.at(slot, i), place)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     lax.cond(is_last, store, add) if not launch.has_finishers else add()
     plgpu.semaphore_signal(turns.at[turn], memory_scope="gpu")
     plgpu.barrier_arrive(scratch.share_empty.at[slot])
+
+
+def _send(part: RowTiles, place: Any) -> None:
+    """Starts TMA copies of a part of dquery, from columns that the compiler knows: the producer has few registers."""
+    for start, panel in part.panels():
+        plgpu.copy_smem_to_gmem(panel, place.at[:, pl.ds(start, panel.shape[1])])
 
 
 def multiply(block: Block, warpgroup: Any, both_ds: Any, keys: Any, dq: Any) -> None:
@@ -201,7 +208,7 @@ def consume_finished(block: Block, number: Any, warpgroup: Any) -> None:
         own = scratch.dquery.at(slot, warpgroup)
         own.store(total)
         plgpu.commit_smem()
-        own.send(launch.part_of(dquery, *at(n), warpgroup))
+        _send(own, launch.part_of(dquery, *at(n), warpgroup))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(scratch.share_full.at[slot])
 

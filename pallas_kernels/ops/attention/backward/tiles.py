@@ -283,11 +283,6 @@ def hides_steps(problem: Problem, form: TileForm, length: int, tile: int) -> boo
     return form.size > _SMALL_HEAD and (length < _MANY_STEPS * tile or masking.keys % 64 > 0)
 
 
-def hidden(tiles: TileRange) -> TileRange:
-    """The same bounds, as numbers that the compiler does not know."""
-    return TileRange(*lax.optimization_barrier(tuple(jnp.asarray(bound, jnp.int32) for bound in tiles)))
-
-
 def kept_scale(problem: Problem) -> float:
     """The factor by which dropout scales the weights that it keeps."""
     return 1 / (1 - problem.dropout_rate)

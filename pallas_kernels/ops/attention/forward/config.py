@@ -14,9 +14,9 @@ ROWS = 64
 """Queries of a consumer warpgroup: the rows of a wgmma."""
 STAGES = 2
 """Key tiles, and value tiles, in shared memory at once."""
-_ROW_COST = {1: 1.45, 2: 1.0, 3: 0.85}
-"""Time of a query row by the warpgroups of a block, relative to two: alone, one's softmax runs beside no products (8.1
-for 11.3 µs of two with twice the rows); three keep the tensor cores busier (0.86 to 0.97)."""
+_ROW_COST = {1: 1.5, 2: 1.0, 3: 0.82}
+"""Time of a query row by the warpgroups of a block, relative to two. One's softmax runs beside no products (8.1 µs for
+11.3 of two, with twice the rows, in one round). Three keep the tensor cores busier (launches take 0.86 to 0.97)."""
 _KEYS_OF_TURNS = 1024
 """Up to so many keys, all visible and in whole tiles, warpgroups take turns."""
 

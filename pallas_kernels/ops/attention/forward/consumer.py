@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.forward.config import ROWS, STAGES
-from pallas_kernels.ops.attention.forward.producer import Block, hidden_zero
+from pallas_kernels.ops.attention.forward.producer import Block
 from pallas_kernels.ops.attention.forward.schedule import divmod_of, rem_of
+from pallas_kernels.ops.attention.launch import hidden
 from pallas_kernels.ops.attention.masking import Side
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST
 from pallas_kernels.ops.attention.scores import Scores
@@ -160,7 +161,7 @@ class Consumer:
         # Steps count from the last key tile: those before `cut` come after the full tiles.
         steps = last - first
         if block.hides_steps:
-            steps += hidden_zero()
+            steps = hidden(steps)
         cut = skipped + 1
         if self._many_masked_after:
             cut = jnp.maximum(last - full_last, 1)

@@ -6,20 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.ops.attention.forward.config import ROWS, STAGES, ForwardConfig
 from pallas_kernels.ops.attention.forward.schedule import Schedule, divmod_of, rem_of
+from pallas_kernels.ops.attention.launch import hidden
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.gemm.pipeline import drain
-from pallas_kernels.primitives.platform import is_interpreted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +110,7 @@ def load_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
 
         steps = last - first
         if block.hides_steps:
-            steps += hidden_zero()
+            steps = hidden(steps)
         lax.fori_loop(jnp.int32(0), steps, step, None)
         return before + steps
 
@@ -122,17 +119,3 @@ def load_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
     drain(barriers["v_empty"], STAGES, total)
     for warpgroup in range(config.warpgroups):
         plgpu.barrier_wait(barriers["q_empty"].at[warpgroup])
-
-
-def hidden_zero() -> jax.Array:
-    """An int32 scalar zero that LLVM cannot know to be zero."""
-    if is_interpreted():
-        return jnp.int32(0)
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-
-    @plgpu.inline_mgpu(return_type=result)
-    def zero(_):
-        value = llvm.inline_asm(ir.IntegerType.get_signless(32), [], "mov.u32 $0, 0;", "=r")
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
-
-    return zero()  # pyright: ignore[reportCallIssue]: JAX gives the first argument
