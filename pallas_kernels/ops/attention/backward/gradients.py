@@ -61,10 +61,16 @@ def attention_backward(
     varies = any(jax.typeof(operand).manual_axis_type.varying for operand in operands)
     if config.queries is None and varies and has_warps_apart(problem):
         config = two_kernels(problem)
+    form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=problem.in_panels)
     if config.queries is None:
-        (dq, dk, dv), dscores = _by_one_kernel(inputs, problem, config.keys), None
+        assert can_be_one(problem)
+        whole, dscores = _with_whole_tiles(problem, config.keys.columns), None
+        dq, dk, dv = key_gradients(inputs, problem=whole, form=form, config=config.keys)
     else:
-        dq, dk, dv, dscores = _by_two_kernels(inputs, extras, problem, config.keys, config.queries)
+        by_keys, by_queries = _extras(extras, problem, config.keys, config.queries)
+        own = inputs._replace(extras=by_queries)
+        dq, dscores = query_gradients(own, problem=problem, form=form, config=config.queries)
+        dk, dv = key_gradients(inputs._replace(extras=by_keys), problem=problem, form=form, config=config.keys)
     dquery, dkey, dvalue = (varying_like(gradient, *operands) for gradient in (dq, dk, dv))
     ddense = None
     if dscores is not None:
@@ -78,24 +84,14 @@ def attention_backward(
     return dquery, dkey, dvalue, ddense
 
 
-def _by_one_kernel(inputs: Inputs, problem: Problem, config: KeysConfig):
-    assert can_be_one(problem)
+def _with_whole_tiles(problem: Problem, columns: int) -> Problem:
+    """The problem with keys of zeros up to a whole tile, which need not be masked.
+
+    A causal mask hides them; else weights are bounded.
+    """
     masking = problem.masking
-    form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=problem.in_panels)
-    # The problem has keys of zeros up to whole tiles, so that their tile need not be masked. A causal mask hides them;
-    # else weights are bounded.
-    whole = replace(masking, keys=pl.cdiv(masking.keys, config.columns) * config.columns)
-    bounds = masking.right is None and whole != masking
-    problem = replace(problem, masking=whole, bounds_weights=bounds)
-    return key_gradients(inputs, problem=problem, form=form, config=config)
-
-
-def _by_two_kernels(inputs: Inputs, extras: Extras, problem: Problem, keys: KeysConfig, queries: QueriesConfig):
-    form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=problem.in_panels)
-    by_keys, by_queries = _extras(extras, problem, keys, queries)
-    dq, dscores = query_gradients(inputs._replace(extras=by_queries), problem=problem, form=form, config=queries)
-    dk, dv = key_gradients(inputs._replace(extras=by_keys), problem=problem, form=form, config=keys)
-    return dq, dk, dv, dscores
+    whole = replace(masking, keys=pl.cdiv(masking.keys, columns) * columns)
+    return replace(problem, masking=whole, bounds_weights=masking.right is None and whole != masking)
 
 
 def _counted(count: int) -> jax.Array:
@@ -119,10 +115,7 @@ def _extras(
         by_queries["dense"], by_keys["dense"] = dense, dense.swapaxes(2, 3)
     if extras.query_segments is not None and extras.key_segments is not None:
         own, other, masking = extras.query_segments, extras.key_segments, problem.masking
-        segments = {
-            "query_segments": padded_segments(own, _TILE),
-            "key_segments": padded_segments(other, _TILE),
-        }
+        segments = {"query_segments": padded_segments(own, _TILE), "key_segments": padded_segments(other, _TILE)}
         by_keys |= segments
         by_queries |= segments
         by_keys["tiles"] = segment_query_tiles(masking, own, other, by_key.rows, by_key.columns)

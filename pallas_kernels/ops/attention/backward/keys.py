@@ -65,7 +65,7 @@ def load_queries(block: Block, n: Any) -> None:
     stage = lax.rem(n, launch.config.stages)
     full = scratch.full.at[stage]
     head, query_tile = block.queries(n)
-    place = pl.ds(query_tile * launch.rows, launch.rows)
+    place = pl.ds(query_tile * launch.config.rows, launch.config.rows)
     scratch.q.at(stage).load_async(inputs.query.at[batch, place, head], full)
     scratch.do.at(stage).load_async(inputs.dout.at[batch, place, head], full)
     rows = inputs.rows.at[batch, head, pl.ds(0, launch.lines), place]
@@ -107,7 +107,7 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
 
     def step(n: Any, dk: Any, dv: Any, *, is_masked: bool) -> None:
         overlaps, parts = launch.overlaps(is_masked), launch.score_parts(is_masked)
-        stage, width = lax.rem(n, config.stages), launch.rows // parts
+        stage, width = lax.rem(n, config.stages), launch.config.rows // parts
         head, query_tile = block.queries(n, is_masked)
         plgpu.barrier_wait(scratch.full.at[stage])
         again = not_invariant(n) * WARPGROUP_ROWS
@@ -116,7 +116,7 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
 
         def score_gradients(i: int, s: Any, dp: Any = None) -> jax.Array | None:
             """The i-th part of the step's score gradients; adds to dvalue."""
-            rows, row = pl.ds(i * width, width), query_tile * launch.rows + i * width
+            rows, row = pl.ds(i * width, width), query_tile * launch.config.rows + i * width
             query, dout = scratch.q.at(stage, rows=rows), scratch.do.at(stage, rows=rows)
             multiply_across(s, scratch.k.at(rows=own), query)
             if dp is not None:

@@ -22,7 +22,6 @@ from pallas_kernels.ops.attention.backward.tiles import (
     segment_tiles,
 )
 from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, hidden
-from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.row_tiles import RowTiles, TileForm
@@ -94,12 +93,12 @@ class Launch:
         With heads inside, a block comes to a tile of any head after as many steps as the block that it waits for: under
         a causal mask, short blocks need not wait for long ones to come to the group's last head.
         """
-        return self.adds and self.masking.is_causal and self.heads > 1
+        return self.adds and self.problem.masking.is_causal and self.heads > 1
 
     @property
     def has_finishers(self) -> bool:
         """Whether further blocks compute dquery from the sums; else the last block that adds to it does."""
-        return self.adds and not self.masking.is_causal
+        return self.adds and not self.problem.masking.is_causal
 
     @property
     def waves(self) -> int:
@@ -117,12 +116,12 @@ class Launch:
 
     def score_parts(self, is_masked: bool) -> int:
         """Parts of a step's scores that are computed one after the other, to save registers."""
-        return 2 if self.splits_rows and (self.masking.is_causal or is_masked) else 1
+        return 2 if self.splits_rows and (self.problem.masking.is_causal or is_masked) else 1
 
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of the producer and of a consumer."""
-        is_short = self.adds and self.masking.is_causal and self.size < 128 and self.form.in_panels
+        is_short = self.adds and self.problem.masking.is_causal and self.problem.head_size < 128 and self.form.in_panels
         return MORE_FOR_PRODUCER if is_short else REGISTERS
 
     @property
@@ -132,22 +131,7 @@ class Launch:
         It does not need them: what a warpgroup stores is read by TMA or products, after `commit_smem`; or by its own
         threads, after one of the block's barriers, at which all of them arrive.
         """
-        return not self.adds or (self.size == 64 and not self.masking.is_causal)
-
-    @property
-    def size(self) -> int:
-        """The head size."""
-        return self.problem.head_size
-
-    @property
-    def masking(self) -> Masking:
-        """The problem's mask."""
-        return self.problem.masking
-
-    @property
-    def rows(self) -> int:
-        """Queries of a step."""
-        return self.config.rows
+        return not self.adds or (self.problem.head_size == 64 and not self.problem.masking.is_causal)
 
     @property
     def heads(self) -> int:
@@ -162,12 +146,12 @@ class Launch:
     @property
     def query_tiles(self) -> int:
         """Query tiles of a head."""
-        return pl.cdiv(self.masking.queries, self.rows)
+        return pl.cdiv(self.problem.masking.queries, self.config.rows)
 
     @property
     def key_tiles(self) -> int:
         """Key tiles of a lane."""
-        return pl.cdiv(self.masking.keys, self.config.columns)
+        return pl.cdiv(self.problem.masking.keys, self.config.columns)
 
     @property
     def blocks(self) -> int:
@@ -188,30 +172,26 @@ class Launch:
     @property
     def splits_rows(self) -> bool:
         """Whether a warpgroup computes half the rows of a share; else half the columns."""
-        return self.rows > PART
+        return self.config.rows > PART
 
     @property
     def width(self) -> int:
         """Columns of a share that a warpgroup gives to the producer."""
-        return self.size if self.splits_rows else self.size // WARPGROUPS
-
-    @property
-    def overlap(self) -> int:
-        """Columns of a share that both warpgroups compute."""
-        return WARPGROUPS * (PART - self.width)
+        return self.problem.head_size if self.splits_rows else self.problem.head_size // WARPGROUPS
 
     def multiplied_columns(self, keys: RowTiles, warpgroup: Any) -> list[tuple[int, Any]]:
         """The key columns that a warpgroup multiplies score gradients by, each with its first column in the product."""
+        overlap = WARPGROUPS * (PART - self.width)  # columns that both warpgroups compute
         if not self.form.in_panels:
-            first = warpgroup * (PART - self.overlap)
+            first = warpgroup * (PART - overlap)
             return [(0, keys.only_panel if self.splits_rows else keys.only_panel.at[:, pl.ds(first, PART)])]
-        width = self.size // self.form.copies
-        first = 0 if self.splits_rows else warpgroup * ((PART - self.overlap) // width)
+        width = self.problem.head_size // self.form.copies
+        first = 0 if self.splits_rows else warpgroup * ((PART - overlap) // width)
         return [(i * width, keys.read.at[first + i, keys.rows]) for i in range(PART // width)]
 
     def own_columns(self, values: jax.Array, warpgroup: Any) -> jax.Array:
         """The columns of a warpgroup's product that it gives to the producer."""
-        if not self.overlap:
+        if self.width == PART:
             return values
         first, second = values[:, : self.width], values[:, PART - self.width :]
         return lax.cond(warpgroup == 0, lambda: first, lambda: second)
@@ -223,7 +203,12 @@ class Launch:
     def part_of(self, ref: Any, b: Any, head: Any, query_tile: Any, i: Any) -> Any:
         """Warpgroup i's part of a query tile, in dquery or in the sums."""
         row, column = (i * PART, 0) if self.splits_rows else (0, i * self.width)
-        return ref.at[b, pl.ds(query_tile * self.rows + row, PART), head, pl.ds(column, self.width)]
+        return ref.at[b, pl.ds(query_tile * self.config.rows + row, PART), head, pl.ds(column, self.width)]
+
+    def adders(self, query_tile: Any) -> Any:
+        """The number of blocks that add to a query tile: the key tiles that it sees begin with the first."""
+        rows = self.config.rows
+        return self.problem.masking.key_tiles(query_tile * rows, rows, self.config.columns).last
 
     def turn(self, batch: Any, head: Any, query_tile: Any) -> Any:
         """The place of a query tile's semaphore."""
@@ -235,11 +220,10 @@ class Launch:
         if not self.adds:
             return gradients
         # Sums have whole tiles: with groups of rows TMA does not stop at any query, as it does without.
-        whole = (self.problem.batch, self.query_tiles * self.rows, self.problem.heads, self.size)
+        whole = (self.problem.batch, self.query_tiles * self.config.rows, self.problem.heads, self.problem.head_size)
         dquery = jax.ShapeDtypeStruct(inputs.query.shape, self.problem.dtype)
         return [dquery, *gradients, jax.ShapeDtypeStruct(whole, jnp.float32)]
 
-    @property
     def part_form(self) -> TileForm:
         """The layout of parts of dquery: in panels, as TMA takes rows that are no whole groups of eight."""
         return TileForm(size=self.width, dtype=self.problem.dtype, in_panels=True)
@@ -247,14 +231,14 @@ class Launch:
     def scratch_types(self) -> Scratch:
         """The types of a block's scratch."""
         config, form, barrier = self.config, self.form, plgpu.Barrier
-        stages, has_segments = config.stages, self.masking.has_segments
+        stages, has_segments = config.stages, self.problem.masking.has_segments
         scratch = Scratch(
             k=form.scratch(config.columns),
             v=form.scratch(config.columns),
-            q=form.scratch(stages, self.rows),
-            do=form.scratch(stages, self.rows),
-            rows=plgpu.SMEM((stages, self.lines, self.rows), jnp.float32),
-            query_segments=plgpu.SMEM((stages, self.rows), jnp.int32) if has_segments else None,
+            q=form.scratch(stages, self.config.rows),
+            do=form.scratch(stages, self.config.rows),
+            rows=plgpu.SMEM((stages, self.lines, self.config.rows), jnp.float32),
+            query_segments=plgpu.SMEM((stages, self.config.rows), jnp.int32) if has_segments else None,
             held=barrier(num_arrivals=2 * form.copies),
             full=barrier(num_arrivals=1 + 2 * form.copies + has_segments, num_barriers=stages),
             empty=barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
@@ -262,14 +246,13 @@ class Launch:
         )
         if not self.adds:
             return scratch
-        dtype, panels = self.problem.dtype, self.part_form.panels
+        dtype, panels = self.problem.dtype, self.part_form().panels
         swizzle = plgpu.SwizzleTransform(self.width // panels * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
         # Parts of dquery take as many bytes as the float32 sums in the same place.
         shape = (SHARES, WARPGROUPS, 4 // dtype.itemsize * panels, PART, self.width // panels)
+        swizzle_of_ds = plgpu.find_swizzle(self.problem.head_size * dtype.itemsize * 8)
         return scratch._replace(
-            ds=shared(
-                (2, config.columns, self.rows), dtype, swizzle=plgpu.find_swizzle(self.size * dtype.itemsize * 8)
-            ),
+            ds=shared((2, config.columns, config.rows), dtype, swizzle=swizzle_of_ds),
             share=plgpu.RefUnion(
                 shared((SHARES, WARPGROUPS, PART, self.width), jnp.float32),
                 plgpu.SMEM(shape, dtype, transforms=(swizzle,)),
@@ -321,7 +304,7 @@ class Block:
         turns = None
         if launch.adds:
             share, dquery = scratch.share
-            parts = RowTiles(form=launch.part_form, landed=dquery, read=dquery)
+            parts = RowTiles(form=launch.part_form(), landed=dquery, read=dquery)
             scratch = scratch._replace(share=share, dquery=parts)
             turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.batch * problem.heads * launch.query_tiles,)))
         # Under a causal mask the first keys are seen by the most queries.
@@ -331,8 +314,10 @@ class Block:
             tile, lane = lax.optimization_barrier((tile, lane))
         first_key = tile * config.columns
         tiles = segment_tiles(inputs.extras, lane.batch, tile)
-        tiles = tiles or launch.masking.query_tiles(first_key, config.columns, launch.rows)
-        hides = not launch.adds and hides_steps(problem, launch.form, launch.masking.queries, launch.rows)
+        tiles = tiles or launch.problem.masking.query_tiles(first_key, config.columns, launch.config.rows)
+        hides = not launch.adds and hides_steps(
+            problem, launch.form, launch.problem.masking.queries, launch.config.rows
+        )
         visits = Visits(tiles=hidden(tiles) if hides else tiles)
         first_head = lane.first_query_head(problem.group, launch.heads)
         first_steps = launch.heads * (visits.full if launch.adds else visits.masked)
@@ -361,7 +346,7 @@ class Block:
 
     def is_last_of(self, query_tile: Any, is_masked: Any) -> Any:
         """Whether this block is the last to add to a query tile, and computes dquery."""
-        launch, masking = self.launch, self.launch.masking
+        launch, masking = self.launch, self.launch.problem.masking
         if launch.has_finishers:
             return False
         if masking.right is None:
@@ -369,4 +354,7 @@ class Block:
         if masking.right == 0 and masking.queries <= masking.keys and masking.keys % launch.config.columns == 0:
             # Static, to save registers.
             return is_masked
-        return self.tile == masking.key_tiles(query_tile * launch.rows, launch.rows, launch.config.columns).last - 1
+        return (
+            self.tile
+            == masking.key_tiles(query_tile * launch.config.rows, launch.config.rows, launch.config.columns).last - 1
+        )

@@ -75,15 +75,12 @@ class _Launch:
 
     @property
     def returns_dscores(self) -> bool:
+        """Whether bias has a gradient, of which the kernel returns all parts: it then skips no tile."""
         return self.problem.dense == "bias"
 
     @property
     def blocks(self) -> int:
         return pl.cdiv(self.problem.masking.queries, self.config.rows)
-
-    @property
-    def lanes(self) -> int:
-        return self.problem.batch * self.problem.heads
 
     @property
     def key_blocks(self) -> int:
@@ -137,7 +134,7 @@ class _Block:
         problem, form, config, masking = launch.problem, launch.form, launch.config, launch.problem.masking
         scratch = scratch._replace(**{name: form.tiles(getattr(scratch, name)) for name in ("q", "do", "ring")})
         # Under a causal mask the last queries see the most keys.
-        place, lane = block_place(lax.axis_index("block"), tiles=launch.blocks, lanes=launch.lanes)
+        place, lane = block_place(lax.axis_index("block"), tiles=launch.blocks, lanes=problem.batch * problem.heads)
         tile_index = launch.blocks - 1 - place
         lane = Lane.of(lane, problem.heads, 1)
         key_head = lax.div(lane.head, problem.group)
@@ -151,17 +148,14 @@ class _Block:
 
     def produce(self) -> None:
         """Runs the producer: loads the queries, and all the keys and values that they see."""
-        visits = self.visits
+        scratch, visits = self.scratch, self.visits
         for warpgroup in range(self.launch.config.warpgroups):
-            self._load_queries(warpgroup)
+            place = self.lane.rows(self.first_query + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+            scratch.q.at(warpgroup).load_async(self.inputs.query.at[place], scratch.held.at[warpgroup])
+            scratch.do.at(warpgroup).load_async(self.inputs.dout.at[place], scratch.held.at[warpgroup])
         n = lax.fori_loop(0, visits.masked, self._loader(visits.masked_tile), jnp.int32(0))
         n = lax.fori_loop(0, visits.full, self._loader(visits.full_tile), n)
-        drain(self.scratch.empty, self.launch.config.slots, n)
-
-    def _load_queries(self, warpgroup: int) -> None:
-        scratch, place = self.scratch, self.lane.rows(self.first_query + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        scratch.q.at(warpgroup).load_async(self.inputs.query.at[place], scratch.held.at[warpgroup])
-        scratch.do.at(warpgroup).load_async(self.inputs.dout.at[place], scratch.held.at[warpgroup])
+        drain(scratch.empty, self.launch.config.slots, n)
 
     def _loader(self, tile_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
         """The body of a loop that loads the i-th key tile and then its values; n counts the ring's slots."""
@@ -271,18 +265,11 @@ def consume(block: _Block, warpgroup: Any) -> None:
 
 
 def query_gradients(
-    inputs: Inputs,
-    *,
-    problem: Problem,
-    form: TileForm,
-    config: QueriesConfig,
+    inputs: Inputs, *, problem: Problem, form: TileForm, config: QueriesConfig
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns dquery, like query, and the gradients of all scores, or None.
+    """Returns dquery, like query; and for a bias the gradients of all scores, else None.
 
-    Args:
-        form: see `key_gradients`.
-        returns_dscores: whether to return the scores' gradients, (batch, heads, queries, keys), float32, both padded to
-            whole tiles. The kernel then skips no tile.
+    These are (batch, heads, queries, keys), float32, padded to whole tiles. form: see `key_gradients`.
     """
     launch = _Launch(problem, form, config)
 
@@ -304,7 +291,7 @@ def query_gradients(
     kernel = block_kernel(
         attention_backward_queries,
         out_type=out_type,
-        blocks=launch.blocks * launch.lanes,
+        blocks=launch.blocks * problem.batch * problem.heads,
         consumers=config.warpgroups,
         scratch=(launch.scratch_types(),),
         products=problem.product and problem.product.times(3),
