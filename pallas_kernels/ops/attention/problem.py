@@ -34,7 +34,7 @@ class Problem:
     bounds_weights: whether to bound weights by 1. Those of keys of zeros beyond the last key may be infinite otherwise,
         and infinity times such a key is not zero.
     clips: whether heads are narrower in the arrays than `head_size`, that of tiles, which then lie in panels.
-    deterministic: whether gradients have the same bits in every run; only the fused backward kernel asks.
+    deterministic: whether gradients have the same bits in every run; only one kernel by keys asks.
     """
 
     batch: int

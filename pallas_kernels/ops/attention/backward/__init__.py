@@ -1,4 +1,5 @@
-"""The backward pass: one kernel for all gradients, or two that each compute the scores; `config` chooses.
+"""The backward pass, by one kernel or by two.
 
-`fused` computes scores once and adds up dquery over blocks; `keys` computes dkey and dvalue, `queries` dquery.
+`keys` computes dkey and dvalue and, if it is the only one, adds up dquery over blocks (`shares`); else `queries` computes
+dquery.
 """

@@ -159,8 +159,8 @@ _STEP, _HALF_STEP = 4.0, 3.0
 """Products of a warpgroup for 64 queries and 64 keys of its own, or shared with the other warpgroup."""
 _STEP_OF_ONE = {64: 5.5, 96: 6.3, 128: 6.3}
 """The same in one kernel by head size: five products, and adding a share."""
-_LEAST_OF_ONE, _MOST_OF_ONE = 480, {64: 8192, 96: 16384, 128: 16384}
-"""The lengths from and up to which one kernel was faster; longer ones, by head size, only where blocks wait in turn."""
+_LEAST_OF_ONE = 480
+"""The shortest length at which one kernel was measured."""
 _CHAIN = {True: 14.0, False: 6.3}
 """Causal or not: the time after which a block adds to a sum that its neighbour has added to, so long as all wait."""
 _SUMS = {True: 12.0, False: 30.0}
@@ -206,11 +206,9 @@ def backward_cost(problem: Problem, config: BackwardConfig) -> float:
 
 def default_backward(problem: Problem) -> BackwardConfig:
     """The configuration of least estimated time; TUNING.md has the measurements."""
-    forms, lengths = [two_kernels(problem)], (problem.masking.queries, problem.masking.keys)
-    if can_be_one(problem) and min(lengths) >= _LEAST_OF_ONE:
-        waits = problem.masking.is_causal and problem.deterministic
-        if not waits or max(lengths) <= _MOST_OF_ONE[problem.head_size]:
-            forms.append(one_kernel(problem))
+    forms = [two_kernels(problem)]
+    if can_be_one(problem) and min(problem.masking.queries, problem.masking.keys) >= _LEAST_OF_ONE:
+        forms.append(one_kernel(problem))
     return min(forms, key=partial(backward_cost, problem))
 
 
