@@ -179,8 +179,8 @@ ATTENTION = OpSpec(
         _call(1, 16, 16, 1, 1, 288, tags="test ragged"),
         *calls(_call, (0, 16, 16, 2, 1, 64), (2, 0, 16, 2, 1, 64), tags="test empty"),
         *_gpu(
-            _call(1, 2048, 2048, 8, 2, 128),  # backward blocks share a group's heads
-            _call(1, 2048, 2176, 8, 2, 64),
+            _call(1, 3072, 3072, 8, 2, 128),  # backward blocks share a group's heads
+            _call(1, 3072, 2944, 8, 2, 64),
             _call(2, 2048, 2048, 8, 2, 64, is_causal=True),
             _call(1, 2176, 1024, 8, 2, 128),  # 136 tiles: four more than an H200 has multiprocessors
             _call(1, 1, 4097, 4, 4, 128),
@@ -215,7 +215,7 @@ ATTENTION = OpSpec(
             _call(8, 500, 500, 16, 8, 128, deviation=4.0, tags="extreme"),  # keys of zeros behind the last
             _call(8, 600, 600, 16, 8, 64, is_causal=True),
             _call(1, 2050, 2050, 32, 8, 96, is_causal=True),  # whose blocks share a group's heads
-            *(_call(2, 1280, 1280, 8, 8, n, is_causal=n == 64, is_atomic=True) for n in (64, 96, 128)),
+            *(_call(4, 2048, 2048, 8, 8, n, is_causal=n == 64, is_atomic=True) for n in (64, 96, 128)),
             # Lengths that are no whole groups of eight: tiles in panels.
             _call(2, 197, 197, 4, 4, 64),
             *calls(_call, (1, 133, 133, 2, 1, 96), (1, 250, 250, 4, 1, 256), is_causal=True),
