@@ -138,16 +138,15 @@ def attention(
         choose("attention", implementation, support)
         return attention_reference(query, key, value, **options, return_residuals=return_residuals)
     problem, extras = problem_of(query, key, **options)
-    is_decoded = decodes(problem) and not return_residuals
-    problem = packed(problem)
-    chosen = choose("attention", implementation, support, preferred=partial(preferred, problem))
+    chosen = choose("attention", implementation, support, preferred=lambda: preferred(packed(problem)))
     if chosen == "xla":
         return attention_reference(query, key, value, **options, return_residuals=return_residuals)
     if chosen == "cudnn":
         scale = options["scale"]
         return cudnn_attention(query, key, value, bias=bias, is_causal=is_causal, scale=scale, window=window)
     batch, queries, heads, size = query.shape
-    problem, operands = _launched(problem, query, key, value, extras)
+    is_decoded = decodes(problem) and not return_residuals
+    problem, operands = _launched(packed(problem), query, key, value, extras)
     out, lse = _mosaic(problem, return_residuals, is_decoded, *operands)  # pyright: ignore[reportGeneralTypeIssues]
     out = unpack(out, heads)
     out = out if out.shape[3] == size else out[..., :size]

@@ -179,7 +179,7 @@ def keys_cost(problem: Problem, config: KeysConfig) -> float:
         step = _STEP_OF_ONE[problem.head_size]
     step *= config.rows / 64 * problem.group / config.parts
     tiles = [masking.query_tiles(key, columns, config.rows) for key in range(0, masking.keys, columns)]
-    costs = [step * max(1, tile.last - tile.first) for tile in tiles]
+    costs = [step * (tile.last - tile.first) for tile in tiles]
     cost = launch_cost(costs, problem.batch * problem.key_heads * config.parts)
     if config.adds_dquery:
         chain = _CHAIN[masking.is_causal] * sum(tile.last > tile.first for tile in tiles)
