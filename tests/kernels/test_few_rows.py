@@ -14,7 +14,7 @@ from pallas_kernels import Rope, qkv_projection, quantize
 from pallas_kernels.ops.qkv_projection.config import candidates
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.few_rows.config import SPLIT_INTEGERS, FewRowsConfig, MmaConfig
+from pallas_kernels.primitives.few_rows.config import SPLIT_INTEGERS, FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.few_rows.norm import RowNorm
@@ -139,12 +139,6 @@ HEADS = {
         True,
     ),
     "two heads a tile, depth shared by three": (FewRowsConfig(columns=256, splits=3), 128, 5, True),
-    "a head a block, steps shared by warps": (
-        FewRowsConfig(columns=128, mma=MmaConfig(columns=128, depth=64, stages=2)),
-        128,
-        9,
-        True,
-    ),
     "wide heads": (FewRowsConfig(columns=256, splits=2), 256, 33, False),
 }
 
@@ -212,8 +206,7 @@ def test_norm_of_rows(splits, seed):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_norm_of_rows_whose_steps_are_shared_by_warps(dtype, seed):
-    """The last is left to the other cut, which has scales of any dtype."""
+def test_epilogue_after_a_norm_of_rows(dtype, seed):
     m, k, n = 12, 256, 192
     x, w, residual, scale = normal(seed, m, k), normal(seed + 1, k, n), normal(seed + 2, m, n), normal(seed + 3, k)
     bias = normal(seed + 4, n, dtype=jnp.float32)
@@ -224,7 +217,7 @@ def test_norm_of_rows_whose_steps_are_shared_by_warps(dtype, seed):
         norm=RowNorm(epsilon=0.1, scale=scale.astype(dtype)),
         bias=bias,
         residual=residual,
-        config=FewRowsConfig(mma=MmaConfig(depth=128, stages=2, warpgroups=2)),
+        config=FewRowsConfig(columns=64, depth=128, stages=2, warpgroups=2),
     )
     product = normalised(x, scale) @ wide(w)
     assert_close(kept, product)

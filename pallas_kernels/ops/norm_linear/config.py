@@ -16,9 +16,9 @@ def is_preferred(rows: int, outputs: int, features: int, *, has_activation: bool
     """Whether the kernels are faster than XLA, as measured or estimated.
 
     On an H200, 4096 features: 1.15 times as fast as XLA at 512 rows with LayerNorm, bias, gelu and 16384 outputs, 1.01
-    at 8192 rows with RMSNorm and 4096 outputs; 1.28 at 16 rows and 1.39 at 1, with RMSNorm in the launch. With that
-    and more outputs, at 16 rows and at 1: 1.28 and 1.26 for 6144, 1.19 and 1.23 for 8192, 1.14 and 1.11 for 14336. At
-    64 rows of 6656 features and outputs, with given mean squares, 1.28.
+    at 8192 rows with RMSNorm and 4096 outputs. With RMSNorm in the launch, at 16 rows and at 1: 1.22 and 1.33 for 4096
+    outputs, 1.28 and 1.26 for 6144, 1.19 and 1.23 for 8192, 1.12 and 1.06 for 14336. At 64 rows of 6656 features and
+    outputs, with given mean squares, 1.28.
     """
     if rows <= MOST_FUSED_NORM_ROWS:
         return choose_normed(rows, outputs, features) is not None
@@ -31,8 +31,8 @@ def is_preferred(rows: int, outputs: int, features: int, *, has_activation: bool
 def normed_config(known: tuning.Problem, rows: int) -> Config:
     """Returns the configuration of `linear` for a problem, with the norm in its launch where that was measured.
 
-    On an H200, 4096 features and outputs: 9.9 µs at 1 row and 10.2 at 16, where a norm before takes 11.2 and 11.3; of
-    14336 outputs 28.2 and 29.3, where one before takes 31.3 and 32.1.
+    On an H200, 4096 features and outputs: 10.1 µs at 1 row and 10.9 at 16, where a norm before takes 11.2 and 11.3; of
+    14336 outputs 29.4 and 29.8, where one before takes 31.3 and 32.1.
     """
     config, sizes = tuned_config(known, rows), (rows, int(known["outputs"]), int(known["features"]))
     is_untuned = rows <= MOST_FUSED_NORM_ROWS and config == choose_few_rows(*sizes)

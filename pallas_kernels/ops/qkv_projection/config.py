@@ -9,7 +9,7 @@ from math import prod
 import jax
 
 from pallas_kernels import tuning
-from pallas_kernels.primitives.few_rows.config import FewRowsConfig, MmaConfig
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import HEAD_SIZES
 from pallas_kernels.primitives.gemm.config import EVEN, FEW_ROWS, MANY_ROWS, NARROW, GemmConfig
 from pallas_kernels.primitives.platform import target_device
@@ -42,7 +42,7 @@ def preferred(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | No
     """Returns the implementations to try if the caller requests none: the measured best, else the kernel.
 
     On an H200, 4096 features, 32 and 8 heads of 128, with norm and rotation: 1.22 times as fast as XLA at 8192 rows,
-    1.60 at 512, 1.44 at 16. 1024 features, 8 and 2 heads of 128: 1.59 times at 64.
+    1.60 at 512, 1.54 at 16. 1024 features, 8 and 2 heads of 128: 1.59 times at 64.
     """
     known = problem(x, weights, head_size=head_size, is_rotated=is_rotated)
     return tuning.implementations("qkv_projection", known, untuned=("mosaic",))
@@ -62,7 +62,7 @@ def default_config(rows: int, widths: Sequence[int], *, features: int, head_size
     if rows <= MOST_FEW_ROWS and _is_transposable(head_size):
         config = _transposed(head_size)
         splits = _split_k(features, sum(-(-width // config.columns) for width in widths))
-        return config if splits == 1 else replace(config, splits=splits, mma=None)
+        return replace(config, splits=splits)
     return gemm_config(rows, widths, head_size=head_size)
 
 
@@ -110,8 +110,7 @@ def _transposed(head_size: int | None) -> FewRowsConfig:
 
     `primitives/few_rows/TUNING.md` has the measurements of other tilings.
     """
-    mma = MmaConfig(columns=128, depth=128, stages=4, warpgroups=2) if head_size == 128 else None
-    return FewRowsConfig(columns=head_size or 128, depth=64, warpgroups=4, stages=64, fuses_norm=True, mma=mma)
+    return FewRowsConfig(columns=head_size or 128, depth=64, warpgroups=4, stages=64, fuses_norm=True)
 
 
 def _transposed_cuts(head_size: int | None) -> dict[str, FewRowsConfig]:
@@ -119,11 +118,7 @@ def _transposed_cuts(head_size: int | None) -> dict[str, FewRowsConfig]:
     if not _is_transposable(head_size):
         return {}
     inside = _transposed(head_size)
-    found = {
-        "transposed": replace(inside, fuses_norm=False),
-        "transposed, norm inside": replace(inside, mma=None),
-    }
-    return found | ({"transposed, norm inside, shared by warps": inside} if inside.mma else {})
+    return {"transposed": replace(inside, fuses_norm=False), "transposed, norm inside": inside}
 
 
 def _is_transposable(head_size: int | None) -> bool:

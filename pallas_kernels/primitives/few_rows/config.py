@@ -14,22 +14,6 @@ GROUP = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class MmaConfig:
-    """The tiling of `mma_kernel.py`, whose warps share each step.
-
-    columns: columns of a block, 64 or 128; with rotated heads, the columns of a head.
-    depth: the depth of a step.
-    stages: the number of steps in flight.
-    warpgroups: the number of consumer warpgroups; one more loads.
-    """
-
-    columns: int = GROUP
-    depth: int = 256
-    stages: int = 4
-    warpgroups: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class FewRowsConfig:
     """The tiling of a (rows, K) x (K, N) product.
 
@@ -45,7 +29,6 @@ class FewRowsConfig:
         of its own.
     in_flight: the number of steps, 0 or 1, whose products may be unfinished when a warpgroup goes on to the next; for
         16-bit weights only.
-    mma: the tiling of `mma_kernel.py`, which is used instead if the product has a norm and the tiling fits.
     """
 
     columns: int = 128
@@ -56,7 +39,6 @@ class FewRowsConfig:
     fuses_norm: bool = False
     in_parts: bool = False
     in_flight: int = 0
-    mma: MmaConfig | None = None
 
     def fitted(self, *, stage_bytes: int, other_bytes: int) -> FewRowsConfig | None:
         """Returns the tiling with as many stages as fit beside `other_bytes`, or None if fewer than two fit."""
@@ -87,13 +69,7 @@ ONE_WARPGROUP = FewRowsConfig(columns=GROUP, depth=256, stages=4)
 SPLIT_INTEGERS = FewRowsConfig(columns=GROUP, depth=256, splits=2, stages=4, in_parts=True)
 """For packed integers and results with too few tiles."""
 _NORMED = replace(ONE_WARPGROUP, fuses_norm=True, in_flight=1)
-_NORMED_WIDE = FewRowsConfig(
-    columns=2 * GROUP,
-    warpgroups=2,
-    fuses_norm=True,
-    in_flight=1,
-    mma=MmaConfig(columns=2 * GROUP, depth=128, warpgroups=2),
-)
+_NORMED_WIDE = FewRowsConfig(columns=2 * GROUP, warpgroups=2, fuses_norm=True, in_flight=1)
 """For one product with a norm."""
 
 
@@ -133,7 +109,7 @@ def choose_normed(rows: int, n: int, k: int) -> FewRowsConfig | None:
     if rows > MOST_FUSED_NORM_ROWS or not 2048 <= k < _DEEP:
         return None
     if _NEARLY * cores <= groups <= cores:
-        return _NORMED if groups >= _WORTH * cores else replace(_NORMED, mma=MmaConfig())
+        return _NORMED
     return _NORMED_WIDE if cores < groups <= 2 * cores else None
 
 
@@ -183,6 +159,4 @@ def fused_norm_candidates() -> dict[str, FewRowsConfig]:
         "128 columns, 64 deep, 2 warpgroups, norm inside": wide,
         "64 columns, 128 deep, 2 warpgroups, norm inside": replace(wide, columns=GROUP, depth=128, stages=4),
         "64 columns, 256 deep, norm inside": _NORMED,
-        "64 columns, 256 deep, norm inside, shared by warps": replace(_NORMED, mma=MmaConfig()),
-        "128 columns, 128 deep, norm inside, shared by warps": _NORMED_WIDE,
     }

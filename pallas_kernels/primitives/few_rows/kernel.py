@@ -22,7 +22,6 @@ from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig, choose_few_rows
 from pallas_kernels.primitives.few_rows.epilogue import Finish, Place, epilogue_types
 from pallas_kernels.primitives.few_rows.heads import Rotation
-from pallas_kernels.primitives.few_rows.mma_kernel import fits, mma_product
 from pallas_kernels.primitives.few_rows.norm import RowNorm, no_squares, scaled
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.few_rows.weights import load_weights, multiply_groups, multiply_whole, ring_types
@@ -89,22 +88,6 @@ def few_rows_product(
         raise ValueError("few_rows_product: only weights beside each other are rotated.")
     rows = x.shape[0]
     widths = tuple(w.shape[0 if scales else 1] for w in weights)
-    cut, head_size = config and config.mma, 0 if rotation is None else rotation.size
-    is_plain = not (row_squares or epilogue.gated) and (bias is None or bias.dtype.itemsize > 1)
-    is_known = is_plain and is_concatenated == (head_size > 0)
-    if cut and norm and is_known and fits(cut, rows, widths, x.shape[1], norm, head_size):
-        return mma_product(
-            x,
-            weights,
-            epilogue=epilogue,
-            bias=bias,
-            residual=residual,
-            norm=norm,
-            rotation=rotation,
-            out_dtype=jnp.dtype(out_dtype or x.dtype),
-            cut=cut,
-            name=name,
-        )
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if out_dtype.itemsize > 2:  # a panel of 64 columns would be wider than TMA's swizzle
         x = whole_groups(x)
