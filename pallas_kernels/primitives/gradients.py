@@ -15,8 +15,9 @@ from jax import lax
 
 from pallas_kernels.primitives.gemm.config import ProductCost, choose_config
 from pallas_kernels.primitives.gemm.kernel import gemm
-from pallas_kernels.primitives.gemm.operands import FEWEST_OUTPUTS, has_whole_groups, padded_rows
+from pallas_kernels.primitives.gemm.operands import FEWEST_OUTPUTS, padded_rows
 from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.row_tiles import has_whole_groups
 
 _MOST_MERGED_BYTES = 1 << 20
 """The most bytes of weight gradients whose products XLA may merge: 0.1 MB was faster merged, 6 MB slower."""

@@ -14,9 +14,9 @@ from pallas_kernels.primitives.gemm.consumer import consume
 from pallas_kernels.primitives.gemm.launch import launcher
 from pallas_kernels.primitives.gemm.pipeline import Ring, produce, ring_types
 from pallas_kernels.primitives.gemm.problem import ONE, Problem
-from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.gemm.store import Pieces
 from pallas_kernels.primitives.references import in_place
+from pallas_kernels.primitives.row_tiles import shared
 
 Extras = Mapping[str, Any]
 """Further operands by name: arrays, or references to them in a kernel."""

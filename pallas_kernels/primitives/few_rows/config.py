@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.transposed import GROUP
 
 _RESERVED_BYTES = 3072
 """Shared memory for Mosaic GPU's own scratch (2048), barriers, alignment and a fused norm's values (2776 measured)."""
-GROUP = 64
-"""Columns of the result that the tensor cores compute at a time. They are rows of the transposed product."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +24,6 @@ class FewRowsConfig:
     splits: the number of blocks of a cluster that share a tile's depth, 1, 2, 4 or 8. They add their sums through each
         other's shared memory, in a fixed order.
     fuses_norm: whether the launch also normalises x's rows, if the operation does so and norm.py supports it.
-    in_parts: whether integers with one scale per output are widened in parts of 64 along the depth, each with a product
-        of its own.
     in_flight: the number of steps, 0 or 1, whose products may be unfinished when a warpgroup goes on to the next; for
         16-bit weights only.
     """
@@ -37,7 +34,6 @@ class FewRowsConfig:
     warpgroups: int = 1
     splits: int = 1
     fuses_norm: bool = False
-    in_parts: bool = False
     in_flight: int = 0
 
     def fitted(self, *, stage_bytes: int, other_bytes: int) -> FewRowsConfig | None:
@@ -66,7 +62,7 @@ _NEARLY = 0.45
 _MOST_STAGES = 64
 ONE_WARPGROUP = FewRowsConfig(columns=GROUP, depth=256, stages=4)
 """For results with nearly enough tiles for all multiprocessors."""
-SPLIT_INTEGERS = FewRowsConfig(columns=GROUP, depth=256, splits=2, stages=4, in_parts=True)
+SPLIT_INTEGERS = FewRowsConfig(columns=GROUP, depth=256, splits=2, stages=4)
 """For packed integers and results with too few tiles."""
 _NORMED = replace(ONE_WARPGROUP, fuses_norm=True, in_flight=1)
 _NORMED_WIDE = FewRowsConfig(columns=2 * GROUP, warpgroups=2, fuses_norm=True, in_flight=1)
@@ -78,7 +74,7 @@ def choose_few_rows(
 ) -> FewRowsConfig:
     """Chooses the tiling for weights (k, n): the widest tiles that are enough for the multiprocessors.
 
-    is_packed: whether the weights are packed, see `primitives/integer_gemm/packing.py`.
+    is_packed: whether the weights are packed, see `primitives/integers.py`.
     """
     device = target_device()
     enough = _WORTH * device.core_count
@@ -88,7 +84,7 @@ def choose_few_rows(
         is_known = _FEWEST_TOKENS < rows <= _FEW_TOKENS and 2048 <= k < _DEEP and groups >= _NEARLY * device.core_count
         if is_packed and is_known and config.splits == 2:
             return SPLIT_INTEGERS
-        return replace(config, in_parts=is_packed)
+        return config
     if groups >= 2 * enough:
         return FewRowsConfig(columns=2 * GROUP, stages=_MOST_STAGES)
     if groups >= enough or device.is_interpreted:  # the interpreter has no stores to another block's memory

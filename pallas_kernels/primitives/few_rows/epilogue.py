@@ -17,15 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import compat
-from pallas_kernels.primitives.few_rows.config import GROUP
 from pallas_kernels.primitives.few_rows.heads import Rotation, rotated
 from pallas_kernels.primitives.few_rows.norm import RowNorm
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.integer_gemm.packing import unit
-from pallas_kernels.primitives.row_tiles import RowTiles
-from pallas_kernels.primitives.transposed import load_transposed, store_transposed
+from pallas_kernels.primitives.integers import unit
+from pallas_kernels.primitives.row_tiles import RowTiles, shared
+from pallas_kernels.primitives.transposed import GROUP, load_transposed, store_transposed
 
 
 def _store(
@@ -106,10 +104,9 @@ class Place:
     is_last: jax.Array
 
 
-def _along_columns(ref: Any, column: jax.Array, factor: float | None = None) -> jax.Array:
+def _along_columns(ref: Any, column: jax.Array) -> jax.Array:
     values = plgpu.load(ref.at[pl.ds(column, GROUP)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-    values = values.astype(jnp.float32)
-    return values if factor is None else values * factor
+    return values.astype(jnp.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +150,13 @@ class Finish:
                 self._if_own(group, lambda group=group: self._load_residual(group, column))
         starts = [column + group * GROUP for group in range(self.problem.groups)]
         scales = self.extras.get("scales", ())
-        factor = 1 / unit(self.problem.dtype) if self.problem.is_packed else None
+        factor = 1 / unit(self.problem.weight_dtype, self.problem.dtype)
         bias = self.extras.get("bias")
         is_early = self.rotation is not None and self.problem.tokens <= _EARLY_TOKENS
         firsts = [bundle[0] for bundle in self.problem.bundles] if is_early else ()
         return [
             Ready(
-                scales=[_along_columns(ref, start, factor) for ref in scales],
+                scales=[_along_columns(ref, start) * factor for ref in scales],
                 bias=None if bias is None else _along_columns(bias, start),
                 angles=self._angles(group) if group in firsts else None,
             )

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig, choose_few_rows
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig, choose_few_rows
 from pallas_kernels.primitives.few_rows.epilogue import Finish, Place, epilogue_types
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.norm import RowNorm, no_squares, scaled
@@ -30,6 +30,7 @@ from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.sharing import without_values
+from pallas_kernels.primitives.transposed import GROUP
 
 
 def few_rows_product(
@@ -57,7 +58,7 @@ def few_rows_product(
     Args:
         x: (rows, K), at most 64 rows, bfloat16 or float16; K a multiple of 64.
         weights: each (K, N), of x's dtype; N a multiple of 64. With `scales`, each (N, K) of dtype int8 or int4, or
-            uint8 in the order of `primitives/integer_gemm/packing.py`.
+            uint8 packed (`primitives/integers.py`).
         scales: for each of the weights, float32 factors (groups, N). There is one group for the whole depth, or a group
             for every 64 or 128 values along K.
         epilogue: the operations after the product; None: none.

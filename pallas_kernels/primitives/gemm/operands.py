@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.primitives.row_tiles import has_whole_groups
+
 DTYPES = ("bfloat16", "float16")
 SWIZZLE_BYTES = 128
 """TMA's widest swizzle."""
@@ -12,8 +14,6 @@ COLUMNS = SWIZZLE_BYTES // 2
 """16-bit values in it; rows in memory must be multiples of this."""
 FEWEST_OUTPUTS = 128
 """The fewest outputs that the row kernels of the backward pass take."""
-_ROWS = 8
-"""TMA loads groups of eight rows: an array has fewer rows, or whole groups."""
 
 
 def operands_unsupported(x: jax.Array, *weights: jax.Array) -> str | None:
@@ -30,14 +30,9 @@ def operands_unsupported(x: jax.Array, *weights: jax.Array) -> str | None:
     return None
 
 
-def has_whole_groups(rows: int) -> bool:
-    """Whether TMA can load an array of so many rows as it is."""
-    return rows < _ROWS or rows % _ROWS == 0
-
-
 def whole_groups(array: jax.Array) -> jax.Array:
     """Pads an array (rows, columns) with zero rows to whole groups, or leaves fewer rows than one as they are."""
-    return array if has_whole_groups(array.shape[0]) else padded_rows(array, _ROWS)
+    return array if has_whole_groups(array.shape[0]) else padded_rows(array, 8)
 
 
 def padded_vector(vector: jax.Array | None, multiple: int) -> jax.Array | None:

@@ -14,9 +14,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.gemm.problem import Problem
-from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.row_tiles import RowTiles
+from pallas_kernels.primitives.row_tiles import RowTiles, shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,18 +91,6 @@ def for_each_of_strip(problem: Problem, work, column: jax.Array, before: jax.Arr
         tiles(count, columns, column, before)
         column, before = column + count * columns, before + count * steps
     return before
-
-
-def drain(barriers: Any, count: int, steps: jax.Array) -> None:
-    """Waits once more for each of `count` barriers that were used in turn over the steps.
-
-    Every arrival must be waited for, and no block of a cluster may exit early.
-    """
-
-    def one(i, _):
-        plgpu.barrier_wait(barriers.at[lax.rem(i, count)])
-
-    lax.fori_loop(jnp.maximum(steps - count, 0), steps, one, None)
 
 
 def ordered(first: Any, second: Any, is_transposed: bool) -> tuple[Any, Any]:

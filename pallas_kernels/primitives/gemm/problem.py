@@ -14,8 +14,7 @@ from jax import lax
 
 from pallas_kernels.primitives.flop_metadata import Products, product
 from pallas_kernels.primitives.gemm.config import GemmConfig
-from pallas_kernels.primitives.gemm.operands import has_whole_groups
-from pallas_kernels.primitives.row_tiles import TileForm
+from pallas_kernels.primitives.row_tiles import TileForm, has_whole_groups
 
 Product = tuple[int, int, int]
 """The indices of the left operand, the right operand and the accumulator."""

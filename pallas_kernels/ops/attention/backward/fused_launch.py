@@ -18,8 +18,7 @@ from pallas_kernels.ops.attention.backward.tiles import Inputs, KeyGradients, La
 from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.row_tiles import RowTiles, TileForm
+from pallas_kernels.primitives.row_tiles import RowTiles, TileForm, shared
 
 STAGES = 2
 """Steps of queries in shared memory at once."""
