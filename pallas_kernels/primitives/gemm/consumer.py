@@ -23,13 +23,13 @@ def consume(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: ja
     stores: one for each of `Problem.widths`.
     """
     first_row = warpgroup * problem.config.warpgroup_rows
-    consumer = _Consumer(problem=problem, ring=ring, stores=stores, first_row=first_row)
+    consumer = Consumer(problem=problem, ring=ring, stores=stores, first_row=first_row)
     for_each_tile(problem, consumer.tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Consumer:
+class Consumer:
     """One consumer warpgroup. first_row: the first row of a tile that it computes."""
 
     problem: Problem

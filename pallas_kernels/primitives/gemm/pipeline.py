@@ -73,12 +73,9 @@ def for_each_tile(problem: Problem, work: Callable[..., None]) -> jax.Array:
     return steps  # pyright: ignore[reportReturnType]: the decorator gives the last carry
 
 
-def for_each_of_strip(problem: Problem, work, column: jax.Array, before: jax.Array, steps: int | None = None):
-    """Calls `work(column, columns, before)` for each tile of the strip at `column`; returns the steps so far.
-
-    steps: steps of a tile, if not the problem's.
-    """
-    steps = problem.steps if steps is None else steps
+def for_each_of_strip(problem: Problem, work: Callable[..., None], column: jax.Array, before: jax.Array) -> jax.Array:
+    """Calls `work(column, columns, before)` for each tile of the strip at `column`; returns the steps so far."""
+    steps = problem.steps
 
     def tiles(count, columns, column, before):
         def nth(n, _):
@@ -100,30 +97,37 @@ def ordered(first: Any, second: Any, is_transposed: bool) -> tuple[Any, Any]:
 
 def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring: Ring) -> None:
     """Loads the operands of every step of every tile as soon as a stage is free."""
-    producer = _Producer(problem=problem, ring=ring, a=a_refs, b=b_refs)
+    producer = Producer(problem=problem, ring=ring, a=a_refs, b=b_refs)
     drain(ring.empty, problem.config.stages, for_each_tile(problem, producer.tile))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Producer:
-    """The producer. a, b: the operands in device memory."""
+class Producer:
+    """The producer.
+
+    a, b: the operands in device memory. before_last_part: called with a tile's first row before the last of
+    `Problem.depths` is loaded for it, or None.
+    """
 
     problem: Problem
     ring: Ring
     a: Sequence[Any]
     b: Sequence[Any]
+    before_last_part: Callable[[jax.Array], None] | None = None
+
+    def free_stage(self, step: jax.Array) -> jax.Array:
+        """Returns the stage of a step, once it is free; steps are counted over all of the block's tiles."""
+        stages = self.problem.config.stages
+        stage = lax.rem(step, stages)
+        pl.when(step >= stages)(lambda: plgpu.barrier_wait(self.ring.empty.at[stage]))
+        return stage
 
     def tile(self, row: jax.Array, column: jax.Array, _, before: jax.Array) -> None:
+        """Loads the operands of a tile's steps."""
         config, steps = self.problem.config, self.problem.steps
-        stages = config.stages
 
         def step(i, _):
-            stage = lax.rem(before + i, stages)
-
-            @pl.when(before + i >= stages)
-            def _():
-                plgpu.barrier_wait(self.ring.empty.at[stage])
-
+            stage = self.free_stage(before + i)
             place = i
             if config.reverses:
                 is_odd = lax.rem(lax.div(before, steps), 2) == 1
@@ -133,17 +137,23 @@ class _Producer:
                 return
             ends = self.problem.part_ends
             for part, (first, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True)):
-                load = partial(self._load, row, column, place - first, stage, slice(part, part + 1))
-                pl.when((place >= first) & (place < end))(load)
+                pl.when((place >= first) & (place < end))(partial(self._load_part, row, column, place, stage, part))
 
         lax.fori_loop(0, steps, step, None)
 
+    def _load_part(self, row: jax.Array, column: jax.Array, step: jax.Array, stage: jax.Array, part: int) -> None:
+        if self.before_last_part is not None and part == len(self.problem.depths) - 1:
+            self.before_last_part(row)
+        first = (0, *self.problem.part_ends)[part]
+        self._load(row, column, step - first, stage, slice(part, part + 1))
+
     def _load(self, row: jax.Array, column: jax.Array, step: jax.Array, stage: jax.Array, part: slice) -> None:
         depth = pl.ds(step * self.problem.config.tile_k, self.problem.config.tile_k)
-        self._load_left(self.a[part], row, depth, stage)
+        self.load_left(self.a[part], row, depth, stage)
         self._load_right(self.b[part], column, depth, stage)
 
-    def _load_left(self, refs: Sequence[Any], row: jax.Array, depth: pl.Slice, stage: jax.Array) -> None:
+    def load_left(self, refs: Sequence[Any], row: jax.Array, depth: pl.Slice, stage: jax.Array) -> None:
+        """Loads the left operands of a step, for the tile rows from `row` on."""
         problem, ring = self.problem, self.ring
         whole = problem.transpose_a or problem.loaded_rows == problem.config.tile_m
         rows = problem.config.tile_m if whole else problem.loaded_rows
@@ -175,7 +185,6 @@ def run_steps(
     before: jax.Array,
     *,
     products: int = 1,
-    done_with: Callable[[jax.Array], None] | None = None,
 ) -> None:
     """Calls `issue(step, stage)` for each step of a tile, once its operands have arrived.
 
@@ -183,7 +192,6 @@ def run_steps(
     `release_last`.
 
     products: the number of products that `issue` starts.
-    done_with: called with each step that is done; the first numbers may be negative.
     """
     config = ring.problem.config
 
@@ -197,8 +205,6 @@ def run_steps(
             plgpu.barrier_arrive(ring.empty.at[done], predicate=i >= config.in_flight)
         else:
             plgpu.barrier_arrive(ring.empty.at[done])
-        if done_with is not None:
-            done_with(i - config.in_flight)
 
     lax.fori_loop(0, steps, step, None)
 
