@@ -27,7 +27,7 @@ from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.few_rows.weights import load_weights, multiply_groups, multiply_whole, ring_types
 from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
+from pallas_kernels.primitives.gemm.operands import added_lines, padded_vector, whole_groups
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.sharing import without_values
 from pallas_kernels.primitives.transposed import GROUP
@@ -52,8 +52,8 @@ def few_rows_product(
 ) -> tuple[jax.Array, ...]:
     """Returns the epilogue's results, each (rows, N); the first in `out_dtype`, kept products in x's dtype.
 
-    Weights that lie side by side have a result each, (rows, own N). With `row_squares`, the sums of the rounded
-    result's squares over every 64 columns follow: (N / 64, rows) float32.
+    Weights that lie side by side have a result each, (rows, own N). With `row_squares`, the row sums of the rounded
+    result's squares follow: (rows,) float32.
 
     Args:
         x: (rows, K), at most 64 rows, bfloat16 or float16; K a multiple of 64.
@@ -128,9 +128,9 @@ def few_rows_product(
     extras = {key: value for key, value in operands.items() if value is not None}
     tiled = {"w": list(weights), "scales": list(scales) if problem.is_grouped else []}
     outputs = _launch(problem, epilogue, without_values(norm), without_values(rotation), x, tiled, extras, name)
-    cut = [output[:rows] for output in outputs[: len(outputs) - row_squares]]
-    cut += [outputs[-1][:, :rows]] if row_squares else []
-    return tuple(varying_like(output, *jax.tree.leaves((x, tiled, extras))) for output in cut)
+    results = [output[:rows] for output in outputs[: len(outputs) - row_squares]]
+    results += [added_lines(outputs[-1][:, :rows])] if row_squares else []
+    return tuple(varying_like(result, *jax.tree.leaves((x, tiled, extras))) for result in results)
 
 
 def _launch(
