@@ -19,6 +19,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.primitives.platform import is_interpreted
 
+HEAD_SIZES = (64, 128, 256)
+"""Head sizes that fill tiles with whole heads, in pieces that TMA can store."""
 _ROWS = 8
 """TMA loads groups of eight rows: an array has fewer rows, or whole groups."""
 

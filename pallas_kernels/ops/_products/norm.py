@@ -135,12 +135,9 @@ def after_norm(
     from x, the operands and `norm=`, in one launch, if `can_fuse_norm` of this configuration.
     """
 
-    @usual_promotion
-    def apart(x, norm, *operands):
-        return differentiable(*prologue(norm, x), *operands)
-
     if not can_fuse_norm(config, norm, x):
-        return apart(x, norm, *operands)
+        return differentiable(*prologue(norm, x), *operands)
+    apart = usual_promotion(lambda x, norm, *operands: differentiable(*prologue(norm, x), *operands))
     together = usual_promotion(lambda x, norm, *operands: forward(x, *operands, norm=row_norm(norm)))
     return differentiated_as(apart, together)(x, norm, *operands)
 

@@ -24,8 +24,8 @@ from pallas_kernels.primitives.gemm.config import (
     MOST_MIXED_ROWS,
     NARROW,
     GemmConfig,
-    ProductCost,
     choose_config,
+    estimated_us,
 )
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.kernel import gemm
@@ -59,7 +59,7 @@ def product(
         return few_rows_product(x, weights, norm=norm, **options)
     if norm is not None:
         raise ValueError(f"{name}: only a product of few rows has a norm in it.")
-    return gemm([x], weights, products=tuple((0, i, i) for i in range(len(weights))), **options)
+    return gemm([x], weights, **options)
 
 
 def product_gradients(
@@ -131,14 +131,6 @@ def estimate(
     read_bytes, out_bytes: of one value of what the epilogue reads, and of the result. is_fused: whether XLA's product
     writes the result.
     """
-    cost = ProductCost(
-        rows=rows,
-        outputs=outputs,
-        features=features,
-        accumulators=products,
-        read_bytes=rows * outputs * read_bytes,
-        written_bytes=rows * outputs * out_bytes,
-        is_fused=is_fused,
-    )
-    is_mixed = rows <= MOST_MIXED_ROWS
-    return cost.estimate(choose_config(rows, outputs, accumulators=products, is_mixed=is_mixed, is_even=True))
+    config = choose_config(rows, outputs, accumulators=products, is_mixed=rows <= MOST_MIXED_ROWS, is_even=True)
+    bytes_of = {"read_bytes": rows * outputs * read_bytes, "written_bytes": rows * outputs * out_bytes}
+    return estimated_us(rows, outputs, features, config, products=products, **bytes_of, is_fused=is_fused)

@@ -34,7 +34,7 @@ def product_call(build: Callable[..., tuple[Any, ...]]) -> Callable[..., ArgSpec
     ) -> ArgSpec:
         x = ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill)
         sizes, operands, *parts = build(x, **own)
-        name = call_name(leading, f"{features}-{sizes}", dtype, *(told for _, told in parts), fill=fill)
+        name = call_name(leading, f"{features}-{sizes}", dtype, *(detail for _, detail in parts), fill=fill)
         arguments = dict(operands)
         for more, _ in parts:
             arguments |= more
@@ -72,7 +72,7 @@ def epilogue(
         "out_dtype": out_dtype and (out_dtype, f"to-{out_dtype}"),
     }
     given = {name: part for name, part in parts.items() if part}
-    return {name: value for name, (value, _) in given.items()}, "-".join(told for _, told in given.values())
+    return {name: value for name, (value, _) in given.items()}, "-".join(detail for _, detail in given.values())
 
 
 def norm_arguments(x: ArraySpec, kind: str | None, *, scaled: bool = True, mean_square: bool = False) -> Part:

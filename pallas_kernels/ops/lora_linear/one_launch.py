@@ -34,7 +34,7 @@ from pallas_kernels.primitives.gemm.pipeline import (
     ring_types,
     run_steps,
 )
-from pallas_kernels.primitives.gemm.problem import ONE, Problem
+from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.row_tiles import RowTiles, shared
@@ -75,15 +75,12 @@ def lora_linear_in_one_launch(
 
 def _launch(x, w, a, b, bias, *, alpha, config):
     (rows, features), outputs, dtype = x.shape, w.shape[1], x.dtype
-    config = config.fitted(itemsize=dtype.itemsize, operands=(1, 1), products=1, stored_bytes=dtype.itemsize)
+    config = config.fitted(itemsize=dtype.itemsize, stored_bytes=dtype.itemsize)
     problem = Problem(
         m=rows,
         widths=(outputs,),
         k=features + DEPTH,
         dtype=dtype,
-        products=ONE,
-        transpose_a=False,
-        transpose_b=False,
         config=config,
         depths=(features, DEPTH),
     )
@@ -117,7 +114,7 @@ def _launch(x, w, a, b, bias, *, alpha, config):
 
     parts = config.tile_n // pieces.columns
     low_right = shared((config.stages, parts, config.tile_k, pieces.columns), dtype, swizzle=problem.swizzle)
-    ring_scratch = ring_types(problem, 1, 1)
+    ring_scratch = ring_types(problem)
     ring_scratch["b"] = [plgpu.RefUnion(right, low_right) for right in ring_scratch["b"]]
     kernel = launcher(
         problem,
@@ -178,7 +175,7 @@ class _LowRank:
         def step(i, _):
             stage = producer.free_stage(before + i)
             depth = pl.ds(i * self.problem.config.tile_k, self.problem.config.tile_k)
-            producer.load_left([x_ref], row, depth, stage)
+            producer.load_left(x_ref, row, depth, stage)
             # A slice, so that columns after a's last are loaded as zeros.
             right = self.right.at[stage, 0]
             columns = pl.ds(lax.mul(i, 0), right.shape[1])
@@ -192,7 +189,7 @@ class _LowRank:
 
         def multiply(accumulator):
             def issue(_, stage):
-                left = self.ring.a[0].at(stage, rows=pl.ds(first_row, rows)).only_panel
+                left = self.ring.a.at(stage, rows=pl.ds(first_row, rows)).only_panel
                 plgpu.wgmma(accumulator, left, self.right.at[stage, 0])
 
             run_steps(self.ring, issue, self._steps, before)

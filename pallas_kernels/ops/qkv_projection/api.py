@@ -16,9 +16,9 @@ from pallas_kernels.ops.qkv_projection.config import HeadForm, chosen_config, pr
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward, qkv_projection_mosaic
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_integer
-from pallas_kernels.primitives.gemm.epilogue import HEAD_SIZES
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
+from pallas_kernels.primitives.row_tiles import HEAD_SIZES
 from pallas_kernels.primitives.settings import usual_promotion
 
 _BIASES = ("the bias of w_q", "the bias of w_k", "the bias of w_v")

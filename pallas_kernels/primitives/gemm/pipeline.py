@@ -21,14 +21,14 @@ from pallas_kernels.primitives.row_tiles import RowTiles, shared
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The ring of operands in shared memory: each stage holds one tile of every operand.
+    """The ring of operands in shared memory: each stage holds a tile of the left operand and of each right one.
 
     full: one barrier per stage, passed when all of the stage's tiles have arrived.
     empty: one barrier per stage, passed when every consumer is done with the stage.
     """
 
     problem: Problem
-    a: Sequence[RowTiles]
+    a: RowTiles
     b: Sequence[Any]
     full: Any
     empty: Any
@@ -36,19 +36,19 @@ class Ring:
     @classmethod
     def of(cls, problem: Problem, refs: Mapping[str, Any]) -> Ring:
         """Returns the ring of references to the scratch of `ring_types`."""
-        return cls(problem=problem, **{**refs, "a": [problem.a_form.tiles(ref) for ref in refs["a"]]})
+        return cls(problem=problem, **{**refs, "a": problem.a_form.tiles(refs["a"])})
 
 
-def ring_types(problem: Problem, lefts: int, rights: int) -> dict[str, Any]:
-    """Returns the scratch types of `Ring`'s members. lefts, rights: the numbers of operands."""
-    config = problem.config
+def ring_types(problem: Problem) -> dict[str, Any]:
+    """Returns the scratch types of `Ring`'s members."""
+    config, rights = problem.config, problem.accumulators
     barrier = plgpu.Barrier
     if config.cluster > 1:
         barrier = partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     return {
-        "a": [problem.a_form.scratch(config.stages, problem.a_block[0]) for _ in range(lefts)],
+        "a": problem.a_form.scratch(config.stages, problem.a_block[0]),
         "b": [shared((config.stages, *problem.b_block), problem.dtype, swizzle=problem.swizzle) for _ in range(rights)],
-        "full": plgpu.Barrier(num_arrivals=lefts * problem.a_form.copies + rights, num_barriers=config.stages),
+        "full": plgpu.Barrier(num_arrivals=problem.a_form.copies + rights, num_barriers=config.stages),
         "empty": barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
     }
 
@@ -149,18 +149,17 @@ class Producer:
 
     def _load(self, row: jax.Array, column: jax.Array, step: jax.Array, stage: jax.Array, part: slice) -> None:
         depth = pl.ds(step * self.problem.config.tile_k, self.problem.config.tile_k)
-        self.load_left(self.a[part], row, depth, stage)
+        self.load_left(self.a[part][0], row, depth, stage)
         self._load_right(self.b[part], column, depth, stage)
 
-    def load_left(self, refs: Sequence[Any], row: jax.Array, depth: pl.Slice, stage: jax.Array) -> None:
-        """Loads the left operands of a step, for the tile rows from `row` on."""
-        problem, ring = self.problem, self.ring
+    def load_left(self, ref: Any, row: jax.Array, depth: pl.Slice, stage: jax.Array) -> None:
+        """Loads the left operand of a step, for the tile rows from `row` on."""
+        problem = self.problem
         whole = problem.transpose_a or problem.loaded_rows == problem.config.tile_m
         rows = problem.config.tile_m if whole else problem.loaded_rows
         index = ordered(pl.ds(row, rows), depth, problem.transpose_a)
-        for ref, buffer in zip(refs, ring.a, strict=True):
-            place = buffer.at(stage) if whole else buffer.at(stage, rows=pl.ds(0, rows))
-            place.load_async(ref.at[index], ring.full.at[stage])
+        place = self.ring.a.at(stage) if whole else self.ring.a.at(stage, rows=pl.ds(0, rows))
+        place.load_async(ref.at[index], self.ring.full.at[stage])
 
     def _load_right(self, refs: Sequence[Any], column: jax.Array, depth: pl.Slice, stage: jax.Array) -> None:
         problem, ring = self.problem, self.ring
