@@ -45,28 +45,26 @@ def sizes(spec: str) -> tuple[int, int, int] | None:
 
 def estimates(op: str, spec: str) -> tuple[float, float] | None:
     """Returns the estimated times of the kernel and of XLA, or None for other operations and few rows."""
-    from pallas_kernels.ops.gated_linear.config import estimate as gated
-    from pallas_kernels.ops.linear.config import estimate as linear
-    from pallas_kernels.ops.linear_residual_norm.config import estimate_sum as summed
+    from pallas_kernels.ops._products.product import estimate
 
     known = sizes(spec)
     if known is None or known[0] < 512:
         return None
     rows, features, outputs = known
     if op == "gated_linear":
-        return gated(rows, outputs, features)
+        return estimate(rows, outputs, features, products=2)
     if op == "linear_residual_norm":
-        return summed(rows, outputs, features)
+        return estimate(rows, outputs, features, read_bytes=2)
     if op != "linear":
         return None
     residual = re.search(r"residual=[\dx]+-[a-z]+(\d+)", spec)
     has_residual = "residual" in spec
-    return linear(
+    return estimate(
         rows,
         outputs,
         features,
-        has_activation="activation" in spec or "gelu" in spec,
-        residual_bytes=int(residual[1]) // 8 if residual else 2 * has_residual,
+        is_fused="activation" not in spec and "gelu" not in spec,
+        read_bytes=int(residual[1]) // 8 if residual else 2 * has_residual,
         out_bytes=4 if "out_dtype=float32" in spec else 2,
     )
 

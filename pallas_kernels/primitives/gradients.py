@@ -13,10 +13,11 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.primitives.gemm.config import ProductCost, choose_config
+from pallas_kernels.primitives.gemm.config import choose_config, estimated_us
 from pallas_kernels.primitives.gemm.kernel import gemm
-from pallas_kernels.primitives.gemm.operands import FEWEST_OUTPUTS, has_whole_groups, padded_rows
+from pallas_kernels.primitives.gemm.operands import FEWEST_OUTPUTS, padded_rows
 from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.row_tiles import has_whole_groups
 
 _MOST_MERGED_BYTES = 1 << 20
 """The most bytes of weight gradients whose products XLA may merge: 0.1 MB was faster merged, 6 MB slower."""
@@ -90,12 +91,12 @@ def input_gradient(
 
 
 def is_faster_summed(rows: int, features: int, depth: int) -> bool:
-    """Returns whether `ProductCost` expects one launch for all products to beat XLA; times are in gemm/TUNING.md.
+    """Returns whether `estimated_us` expects one launch for all products to beat XLA; times are in gemm/TUNING.md.
 
     depth: outputs of all cotangents together.
     """
-    cost = ProductCost(rows=rows, outputs=features, features=depth, written_bytes=2 * rows * features)
-    ours, xla = cost.estimate(choose_config(rows, features, is_even=True))
+    config = choose_config(rows, features, is_even=True)
+    ours, xla = estimated_us(rows, features, depth, config, written_bytes=2 * rows * features)
     return rows >= FEWEST_SUMMED_ROWS and features >= FEWEST_OUTPUTS and ours < xla
 
 

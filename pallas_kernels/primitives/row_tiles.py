@@ -17,9 +17,32 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.primitives.gemm.operands import has_whole_groups
-from pallas_kernels.primitives.gemm.shared import shared
 from pallas_kernels.primitives.platform import is_interpreted
+
+HEAD_SIZES = (64, 128, 256)
+"""Head sizes that fill tiles with whole heads, in pieces that TMA can store."""
+_ROWS = 8
+"""TMA loads groups of eight rows: an array has fewer rows, or whole groups."""
+
+
+def has_whole_groups(rows: int) -> bool:
+    """Whether TMA can load an array of so many rows as it is."""
+    return rows < _ROWS or rows % _ROWS == 0
+
+
+def shared(shape: tuple[int, ...], dtype: jnp.dtype, *, swizzle: int | None = None) -> Any:
+    """Returns a shared-memory array, swizzled for TMA and the tensor cores.
+
+    swizzle: in bytes; None: as many as fit.
+    """
+    dtype = jnp.dtype(dtype)
+    bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8 * dtype.itemsize
+    swizzle = swizzle or plgpu.find_swizzle(shape[-1] * bits)
+    transforms = (
+        plgpu.TilingTransform((8, 8 * swizzle // bits)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 @dataclass(frozen=True, kw_only=True)

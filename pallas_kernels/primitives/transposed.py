@@ -8,6 +8,9 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+GROUP = 64
+"""Columns of the result that a warpgroup computes at a time. They are rows of the transposed product."""
+
 
 def store_transposed(value: jax.Array, ref: Any) -> None:
     """Writes an accumulator (columns, rows) into a buffer (rows, columns), in the buffer's dtype."""

@@ -1,5 +1,4 @@
-"""Few rows with a norm inside under a checked `shard_map`, where a warpgroup sends for what a warp sends for elsewhere:
-interpret mode runs neither."""
+"""Few rows with a norm inside under a checked `shard_map`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What jax 0.11.2's Mosaic GPU interpreter lacks of unions, for tests only: members with entries in the same places.
 
 The interpreter takes two uses of a union's members for uses of the same memory, wherever in the members they are.
-Members of other types (attention's shares of dquery) begin at the same place in each entry along their first two axes:
-uses of two entries are none of the same memory.
+Members of other types (attention's shares of dquery) begin at the same place in each entry along their first axes: uses
+of two entries are none of the same memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
 
 _AXES = 2
-"""Along which entries lie."""
+"""The most axes along which entries lie."""
 
 
 def extend(monkeypatch) -> None:
@@ -34,22 +34,25 @@ def extend(monkeypatch) -> None:
 
 def _members(plain: Any, entries: _Entries, union: AbstractRefUnion) -> Any:
     members = plain(union)
-    entries.are_apart &= _have_entries(members)
+    entries.axes = min(entries.axes, _entry_axes(members))
     return members
 
 
-def _have_entries(members: Any) -> bool:
-    """Whether all members have the same number of entries, of as many bytes each."""
+def _entry_axes(members: Any) -> int:
+    """The number of first axes that all members share, with as many bytes for each entry along them."""
     avals = list(map(jaxpr_interpret._member_inner_aval, members))
-    sizes = {(aval.shape[:_AXES], math.prod(aval.shape[_AXES:]) * aval.dtype.itemsize) for aval in avals}
-    return len(sizes) == 1
+
+    def are_alike(axes: int) -> bool:
+        return len({(aval.shape[:axes], math.prod(aval.shape[axes:]) * aval.dtype.itemsize) for aval in avals}) == 1
+
+    return next((axes for axes in range(_AXES, 0, -1) if are_alike(axes)), 0)
 
 
 @dataclass
 class _Entries:
-    """are_apart: whether all unions that were seen have entries."""
+    """axes: along which entries of all unions that were seen lie."""
 
-    are_apart: bool = True
+    axes: int = _AXES
     _noted: Any = field(default_factory=threading.local)
 
     def noting(self, plain: Any) -> Any:
@@ -67,11 +70,11 @@ class _Entries:
         def check(state, thread, clock, buffer_key, is_write, source_info):
             with state.lock:
                 membership = state.ref_union_members.get(buffer_key)
-            if membership is None or not self.are_apart:
+            if membership is None or not self.axes:
                 plain(state, thread, clock, buffer_key, is_write, source_info)
                 return
             union, group = membership
-            lead = [_numbers(each) for each in self._noted.range[:_AXES]]
+            lead = [_numbers(each) for each in self._noted.range[: self.axes]]
             for place in itertools.product(*lead):
                 with state.lock:
                     state.ref_union_members[buffer_key, place] = ((union, place), group)

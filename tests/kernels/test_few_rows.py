@@ -11,10 +11,10 @@ import pytest
 from products import assert_close, normal, wide
 
 from pallas_kernels import Rope, qkv_projection, quantize
-from pallas_kernels.ops.qkv_projection.config import candidates
-from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
+from pallas_kernels.ops.qkv_projection.config import HeadForm, candidates
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.few_rows.config import SPLIT_INTEGERS, FewRowsConfig, MmaConfig
+from pallas_kernels.primitives.few_rows.config import SPLIT_INTEGERS, FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.few_rows.norm import RowNorm
@@ -139,12 +139,6 @@ HEADS = {
         True,
     ),
     "two heads a tile, depth shared by three": (FewRowsConfig(columns=256, splits=3), 128, 5, True),
-    "a head a block, steps shared by warps": (
-        FewRowsConfig(columns=128, mma=MmaConfig(columns=128, depth=64, stages=2)),
-        128,
-        9,
-        True,
-    ),
     "wide heads": (FewRowsConfig(columns=256, splits=2), 256, 33, False),
 }
 
@@ -212,8 +206,7 @@ def test_norm_of_rows(splits, seed):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_norm_of_rows_whose_steps_are_shared_by_warps(dtype, seed):
-    """The last is left to the other cut, which has scales of any dtype."""
+def test_epilogue_after_a_norm_of_rows(dtype, seed):
     m, k, n = 12, 256, 192
     x, w, residual, scale = normal(seed, m, k), normal(seed + 1, k, n), normal(seed + 2, m, n), normal(seed + 3, k)
     bias = normal(seed + 4, n, dtype=jnp.float32)
@@ -224,7 +217,7 @@ def test_norm_of_rows_whose_steps_are_shared_by_warps(dtype, seed):
         norm=RowNorm(epsilon=0.1, scale=scale.astype(dtype)),
         bias=bias,
         residual=residual,
-        config=FewRowsConfig(mma=MmaConfig(depth=128, stages=2, warpgroups=2)),
+        config=FewRowsConfig(columns=64, depth=128, stages=2, warpgroups=2),
     )
     product = normalised(x, scale) @ wide(w)
     assert_close(kept, product)
@@ -237,7 +230,7 @@ def test_sums_of_squares(rows, seed):
     config = FewRowsConfig(columns=64, warpgroups=2)
     total, squares = few_rows_product(x, [w], residual=residual, row_squares=True, config=config)
     assert_close(total, wide(x) @ wide(w) + wide(residual))
-    exact = np.square(wide(total)).reshape(rows, 2, 64).sum(axis=2).T
+    exact = np.square(wide(total)).sum(axis=1)
     np.testing.assert_allclose(wide(squares), exact, rtol=1e-5)
 
 
@@ -245,7 +238,7 @@ def test_projections_as_a_transposed_product(seed):
     x, *weights = (normal(seed + i, *shape) for i, shape in enumerate([(3, 128), (128, 256), (128, 128), (128, 128)]))
     scale, bias = jnp.array([0.5, 1.0, 2.0]), (jnp.arange(256.0), None, jnp.ones(128))
     positions = jnp.array([0, 77, 1000], jnp.int32)
-    config = next(c for c in candidates(3, head_size=128).values() if isinstance(c, FewRowsConfig))
+    config = next(c for c in candidates(3, head_size=128, is_normed=False).values() if isinstance(c, FewRowsConfig))
     got, _ = qkv_projection_forward(
         x,
         weights,
@@ -266,6 +259,8 @@ def test_projections_as_a_transposed_product(seed):
 
 def test_cuts_of_projections_hold_whole_heads():
     for size, columns in ((None, 128), (128, 128), (256, 256), (64, None)):
-        found = {c.columns for c in candidates(16, head_size=size).values() if isinstance(c, FewRowsConfig)}
+        found = {
+            c.columns for c in candidates(16, head_size=size, is_normed=True).values() if isinstance(c, FewRowsConfig)
+        }
         assert found == (set() if columns is None else {columns})
-    assert not any(isinstance(c, FewRowsConfig) for c in candidates(65, head_size=128).values())
+    assert not any(isinstance(c, FewRowsConfig) for c in candidates(65, head_size=128, is_normed=True).values())

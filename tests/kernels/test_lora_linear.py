@@ -116,18 +116,18 @@ def test_copies_are_rows_of_one_launch_or_launches_of_their_own(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "most", "blocks", "makers"),
+    ("rows", "columns", "most", "blocks", "low_blocks"),
     [(4, 32, 132, 132, 4), (64, 16, 132, 132, 32), (3, 44, 132, 132, 2), (1, 1, 132, 2, 1)],
 )
-def test_who_makes_what(rows, columns, most, blocks, makers):
+def test_each_tile_has_one_block(rows, columns, most, blocks, low_blocks):
     split = WorkSplit.of(rows=rows, columns=columns, most=most)
-    assert (split.blocks, split.makers) == (blocks, makers)
+    assert (split.blocks, split.low_blocks) == (blocks, low_blocks)
     every = jnp.arange(blocks)
-    lows, units = jax.vmap(split.lows)(every).tolist(), jax.vmap(split.units_of)(every).tolist()
+    lows, strips = (counts.tolist() for counts in jax.vmap(split.counts)(every))
     assert sum(lows) == rows
     assert {int(split.low(i, n)) for i in range(blocks) for n in range(lows[i])} == set(range(rows))
-    assert max(units[:makers]) <= min(units[makers:], default=1)
-    numbers = jnp.array([(i, n) for i in range(blocks) for n in range(units[i])])
+    assert max(strips[:low_blocks]) <= min(strips[low_blocks:], default=1)
+    numbers = jnp.array([(i, n) for i in range(blocks) for n in range(strips[i])])
     places = jax.vmap(partial(split.place, group=8))(numbers[:, 0], numbers[:, 1])
     pairs = zip(*(place.tolist() for place in places), strict=True)
     assert sorted(pairs) == [(row, column) for row in range(rows) for column in range(columns)]

@@ -9,9 +9,9 @@ import pytest
 from draws import normal
 
 from pallas_kernels import Norm, fold_scale, linear_residual_norm, norm_linear, rms_norm
+from pallas_kernels.ops.linear import api
 from pallas_kernels.ops.linear_residual_norm.config import is_preferred
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_forward
-from pallas_kernels.ops.norm_linear import api
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 
 
@@ -82,7 +82,7 @@ def test_norm_of_few_rows_in_the_products_launch(monkeypatch):
     x, w, residual = arrays()
     norm = Norm(1 + 0.1 * jnp.arange(128.0) / 128, epsilon=0.1)
     config = FewRowsConfig(columns=64, warpgroups=2, fuses_norm=True)
-    monkeypatch.setattr(api, "normed_config", lambda *_, **__: config)
+    monkeypatch.setattr(api, "tuned_config", lambda *_, **__: config)
     got, expected = (
         norm_linear(x, w, norm=norm, residual=residual, activation="relu", implementation=i) for i in ("mosaic", "xla")
     )

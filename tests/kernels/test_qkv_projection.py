@@ -12,7 +12,7 @@ from draws import normal
 
 import hlo_analysis
 from pallas_kernels import Norm, Rope, fold_scale, qkv_projection
-from pallas_kernels.ops.qkv_projection import mosaic_gpu
+from pallas_kernels.ops.qkv_projection import config as projection_config
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import angle_table
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.gradients import weight_gradients
@@ -138,7 +138,7 @@ def launches(function, *operands):
 @pytest.mark.usefixtures("interpreter")
 def test_a_norm_in_the_launch_is_the_norm(monkeypatch, seed):
     config = FewRowsConfig(columns=128, warpgroups=2, fuses_norm=True)
-    monkeypatch.setattr(mosaic_gpu, "tuned_config", lambda *_, **__: config)
+    monkeypatch.setattr(projection_config, "default_config", lambda *_, **__: config)
     x, w_q, w_k, w_v = arrays(heads=(1, 1), head_size=128)
     x = (4.0 * normal(seed, (3, 128))).astype(x.dtype)
     scale = (1 + 0.2 * normal(seed + 1, (128,))).astype(x.dtype)
@@ -168,7 +168,7 @@ def test_a_norm_in_the_launch_is_the_norm(monkeypatch, seed):
 @pytest.mark.usefixtures("interpreter")
 def test_a_norm_that_the_launch_cannot_do_is_before_it(monkeypatch):
     config = FewRowsConfig(columns=128, fuses_norm=True)
-    monkeypatch.setattr(mosaic_gpu, "tuned_config", lambda *_, **__: config)
+    monkeypatch.setattr(projection_config, "default_config", lambda *_, **__: config)
     operands = arrays(heads=(1, 1), head_size=128)
     for norm, head_norm in ((Norm(jnp.ones(128), kind="layer"), None), (Norm(jnp.ones(128)), Norm(jnp.ones(128)))):
 

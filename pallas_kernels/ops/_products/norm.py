@@ -10,6 +10,7 @@ long as reading 8 MB of weights. The backward pass needs the normalised x and us
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.norm import RowNorm
+from pallas_kernels.primitives.gradients import differentiated_as
 from pallas_kernels.primitives.settings import usual_promotion
 
 
@@ -109,15 +111,35 @@ def as_rows(x: jax.Array) -> jax.Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def can_fuse_norm(config: Any, norm: Norm | None, x: jax.Array) -> bool:
-    """Whether the product's launch computes the norm of x.
+def is_fusable(norm: Norm | None, x: jax.Array) -> bool:
+    """Whether the kernel for few rows can compute the norm of x: an RMS norm of bfloat16 without given mean squares."""
+    return norm is not None and norm.kind == "rms" and norm.mean_square is None and x.dtype == jnp.bfloat16
 
-    The configuration must ask for it, and the kernel for few rows supports only an RMS norm of bfloat16 whose mean
-    squares are not given.
+
+def can_fuse_norm(config: Any, norm: Norm | None, x: jax.Array) -> bool:
+    """Whether the product's launch computes the norm of x: it can, and the configuration asks for it."""
+    return isinstance(config, FewRowsConfig) and config.fuses_norm and is_fusable(norm, x)
+
+
+def after_norm(
+    differentiable: Callable[..., Any],
+    forward: Callable[..., Any],
+    config: Any,
+    norm: Norm | None,
+    x: jax.Array,
+    *operands: Any,
+) -> Any:
+    """Returns a product of x's normalised rows: with the norm in its launch, or in one before it for the gradient.
+
+    differentiable: computes the product from the rows, their factors or None, and the operands. forward: computes it
+    from x, the operands and `norm=`, in one launch, if `can_fuse_norm` of this configuration.
     """
-    if norm is None or not isinstance(config, FewRowsConfig) or not config.fuses_norm:
-        return False
-    return norm.kind == "rms" and norm.mean_square is None and x.dtype == jnp.bfloat16
+
+    if not can_fuse_norm(config, norm, x):
+        return differentiable(*prologue(norm, x), *operands)
+    apart = usual_promotion(lambda x, norm, *operands: differentiable(*prologue(norm, x), *operands))
+    together = usual_promotion(lambda x, norm, *operands: forward(x, *operands, norm=row_norm(norm)))
+    return differentiated_as(apart, together)(x, norm, *operands)
 
 
 def row_norm(norm: Norm) -> RowNorm:
@@ -128,21 +150,6 @@ def row_norm(norm: Norm) -> RowNorm:
 def scaled_rows(x: jax.Array, row_scale: jax.Array | None) -> jax.Array:
     """Multiplies rows by their factors and rounds to x's dtype. x: (rows, features); row_scale: (rows,) or None."""
     return x if row_scale is None else (x.astype(jnp.float32) * row_scale[:, None]).astype(x.dtype)
-
-
-def gradient_dtype(row_scale: jax.Array | None) -> jnp.dtype | None:
-    """Returns the dtype for the gradient of the scaled rows: float32 if the factors' gradient is summed from it."""
-    return None if row_scale is None else jnp.dtype(jnp.float32)
-
-
-def through_row_scale(
-    dscaled: jax.Array, x: jax.Array, row_scale: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
-    """Turns the gradient of the scaled rows, of `gradient_dtype`, into the gradients of x and of the factors."""
-    if row_scale is None:
-        return dscaled, None
-    wide = dscaled.astype(jnp.float32)
-    return (wide * row_scale[:, None]).astype(x.dtype), jnp.sum(wide * x.astype(jnp.float32), axis=1)
 
 
 @usual_promotion

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.ops._products.norm import as_rows, prologue, row_norm
+from pallas_kernels.ops._products.norm import as_rows, can_fuse_norm, prologue, row_norm
 from pallas_kernels.spec_builders import arg_spec, call_name
 from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill
 
@@ -34,7 +34,7 @@ def product_call(build: Callable[..., tuple[Any, ...]]) -> Callable[..., ArgSpec
     ) -> ArgSpec:
         x = ArraySpec(shape=(*leading, features), dtype=dtype, fill=fill)
         sizes, operands, *parts = build(x, **own)
-        name = call_name(leading, f"{features}-{sizes}", dtype, *(told for _, told in parts), fill=fill)
+        name = call_name(leading, f"{features}-{sizes}", dtype, *(detail for _, detail in parts), fill=fill)
         arguments = dict(operands)
         for more, _ in parts:
             arguments |= more
@@ -72,7 +72,7 @@ def epilogue(
         "out_dtype": out_dtype and (out_dtype, f"to-{out_dtype}"),
     }
     given = {name: part for name, part in parts.items() if part}
-    return {name: value for name, (value, _) in given.items()}, "-".join(told for _, told in given.values())
+    return {name: value for name, (value, _) in given.items()}, "-".join(detail for _, detail in given.values())
 
 
 def norm_arguments(x: ArraySpec, kind: str | None, *, scaled: bool = True, mean_square: bool = False) -> Part:
@@ -95,10 +95,9 @@ def with_norm(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return arguments if norm is None else {**arguments, "norm": norm}
 
 
-def normed(x: jax.Array, norm: Norm | None, *, is_fused: bool) -> tuple[jax.Array, dict[str, Any]]:
+def normed(x: jax.Array, norm: Norm | None, config: Any) -> tuple[jax.Array, dict[str, Any]]:
     """Returns the rows for a product's kernel, and its keywords for a fused norm or the rows' factors."""
-    if is_fused:
-        assert norm is not None
+    if norm is not None and can_fuse_norm(config, norm, x):
         return as_rows(x), {"norm": row_norm(norm)}
     rows, row_scale = prologue(norm, as_rows(x))
     return rows, {"row_scale": row_scale}

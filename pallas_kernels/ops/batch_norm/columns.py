@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.batch_norm.few_rows import HELD_ROWS, moderate_or_zero
+from pallas_kernels.ops.batch_norm.merge import moderate_or_zero
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.elementwise import (
@@ -32,7 +32,8 @@ Values = Mapping[str, jax.Array]
 Index = jax.Array | int
 
 FEW_VALUES = 2**21
-"""With so few values, adding the sums of more blocks than one block holds takes longer than more blocks save."""
+"""With so few values, adding the sums of more than `_MOST_GROUPS` takes longer than more blocks save."""
+_MOST_GROUPS = 64
 SHIFT_ROWS = 8
 """The number of rows whose mean is a block's shift."""
 
@@ -129,7 +130,7 @@ def sum_columns(
     units = rows // at_once  # a warpgroup reads one unit per step
     blocks = column_blocks(units, features, itemsize, warpgroups=warpgroups, blocks_per_core=config.blocks_per_core)
     if rows * features <= FEW_VALUES:
-        blocks = replace(blocks, rows=min(blocks.rows, HELD_ROWS))
+        blocks = replace(blocks, rows=min(blocks.rows, _MOST_GROUPS))
     groups = blocks.rows
     split = RowSplit(units=units, at_once=at_once, groups=groups, lanes=warpgroups)
     operands = {**arrays, **columns}

@@ -4,16 +4,14 @@ Forward, the statistics need every row before the first result can be written, s
 x**2 after subtracting the mean of a few of its own rows, so that little cancels however far the mean is from zero. A
 small kernel then joins the blocks' sums in a fixed order: first their means, to one rounded mean, then the deviations
 from it, which correct both moments. The second pass goes through the rows backwards, since those read last are still in
-the L2 cache. Few rows need one launch.
+the L2 cache.
 
 Backward, with v = (x - mean) / deviation, deviation = sqrt(variance + epsilon) and n rows,
 
     dbias = sum of dy,   dscale = sum of dy * v,   dx = scale / deviation * (dy - dbias / n - v * dscale / n)
 
 and the cotangents of mean and variance add dmean / n + 2 (x - mean) dvariance / n. So three numbers of each column
-suffice: dx = slope * dy + across * (x - mean) + offset. With few rows the variance may be as small as epsilon and the
-slope large; there the mean of dy is subtracted from each dy first. The difference is small, and exactly zero for one
-row.
+suffice: dx = slope * dy + across * (x - mean) + offset.
 
 Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance: analysis and recommendations", 1983,
 https://doi.org/10.1080/00031305.1983.10483115
@@ -26,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.batch_norm.columns import BatchNormConfig, apply_columns, default_config, sum_columns
-from pallas_kernels.ops.batch_norm.few_rows import HELD_ROWS, sum_few_rows
+from pallas_kernels.ops.batch_norm.merge import merge_groups
 
 
 def batch_norm_forward(
@@ -38,11 +36,6 @@ def batch_norm_forward(
     def normalise(values):
         return (values["x"] - values["mean"]) * values["slope"] + values["bias"]
 
-    def derive(mean, variance, columns):
-        variance = jnp.maximum(variance, 0.0)
-        slope = lax.rsqrt(variance + epsilon) * columns["scale"]
-        return {"mean": mean, "variance": variance, "slope": slope, "bias": columns["bias"]}
-
     def near_mean(sums, values):
         """Rounds the mean to x's dtype, so that 16-bit values have exact differences from it."""
         mean = values["first"] + sums[0] * (1.0 / rows)
@@ -53,25 +46,9 @@ def batch_norm_forward(
         near, left, squares = near_mean(sums, columns), sums[1] * (1.0 / rows), sums[2] * (1.0 / rows)
         # A column with an infinity has an infinite mean and NaN deviations; huge values have an infinite variance.
         mean = jnp.where(jnp.abs(near) < jnp.inf, near + left, near)
-        return derive(mean, jnp.where(squares < jnp.inf, squares - left * left, squares), columns)
-
-    def deviations(values, sums):
-        away = values["x"] - near_mean(sums, values)
-        return away, jnp.square(away)
-
-    parameters = {"scale": scale, "bias": bias}
-    if config is None and rows <= HELD_ROWS:
-        found = sum_few_rows(
-            "batch_norm_few_rows",
-            {"x": x},
-            parameters,
-            passes=(lambda values, _: (values["x"] - values["first"],), deviations),
-            first_of="x",
-            finish=finish,
-            step=normalise,
-            out_types=dict.fromkeys(("mean", "variance"), jnp.float32),
-        )
-        return found["result"], found["mean"], found["variance"]
+        variance = jnp.maximum(jnp.where(squares < jnp.inf, squares - left * left, squares), 0.0)
+        slope = lax.rsqrt(variance + epsilon) * columns["scale"]
+        return {"mean": mean, "variance": variance, "slope": slope, "bias": columns["bias"]}
 
     config = config or default_config(rows, x.shape[1], x.dtype.itemsize)
     partials = sum_columns("batch_norm_statistics", {"x": x}, {}, _moments, shifted="x", config=config)
@@ -80,15 +57,19 @@ def batch_norm_forward(
         return (values["sums"] + values["count"] * (values["shift"] - values["first"]),)
 
     def group_deviations(values, sums):
-        """Returns the sums of `deviations` over a group, from its sums of distances from its shift."""
+        """Returns a group's sums of deviations from `near_mean` and of their squares, from those from its shift."""
         away = values["shift"] - near_mean(sums, values)
         total = values["sums"] + values["count"] * away
-        return total, values["squares"] + away * (values["sums"] + total)
+        squares = values["squares"]
+        # Squares of huge values are infinite, and so may their correction be, with the other sign.
+        is_huge = (squares == jnp.inf) & (jnp.abs(away) < jnp.inf)
+        return total, jnp.where(is_huge, squares, squares + away * (values["sums"] + total))
 
-    found = sum_few_rows(
+    found = merge_groups(
         "batch_norm_merge",
-        (("sums", "squares", "shift"), partials.found),
-        parameters,
+        partials.found,
+        ("sums", "squares", "shift"),
+        {"scale": scale, "bias": bias},
         passes=(group_total, group_deviations),
         finish=finish,
         out_types=dict.fromkeys(("mean", "variance", "slope", "bias"), jnp.float32),
@@ -132,32 +113,15 @@ def batch_norm_backward(
     def differentiate(values):
         return values["slope"] * values["dy"] + values["across"] * (values["x"] - values["mean"]) + values["offset"]
 
-    def finish_few_rows(state, columns):
-        numbers = finish((jnp.zeros_like(state[0]), state[1]), columns)
-        return {**numbers, "dbias": state[0], "dy_mean": state[0] * (1.0 / rows)}
-
-    def differentiate_few_rows(values):
-        return differentiate({**values, "dy": values["dy"] - values["dy_mean"]})
-
     columns = {"scale": scale, "variance": variance, "dmean": dmean, "dvariance": dvariance}
     columns = {name: value for name, value in columns.items() if value is not None}
     out_types = {"dscale": scale.dtype, "dbias": jnp.float32}
-    if config is None and rows <= HELD_ROWS:
-        found = sum_few_rows(
-            "batch_norm_gradient_few_rows",
-            arrays,
-            {"mean": mean, **columns},
-            passes=(lambda values, _: _products(values),),
-            finish=finish_few_rows,
-            step=differentiate_few_rows,
-            out_types=out_types,
-        )
-        return found["result"], found["dscale"], found["dbias"]
     config = config or default_config(rows, x.shape[1], x.dtype.itemsize, arrays=2)
     partials = sum_columns("batch_norm_gradient_sums", arrays, {"mean": mean}, _products, config=config)
-    found = sum_few_rows(
+    found = merge_groups(
         "batch_norm_gradient_merge",
-        (("dy", "products"), partials.found),
+        partials.found,
+        ("dy", "products"),
         columns,
         passes=(lambda values, _: (values["dy"], values["products"]),),
         finish=finish,

@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels.ops.decode_attention.config import QUERIES, ROWS, TILE_KEYS
 from pallas_kernels.ops.decode_attention.plan import Item, Plan
-from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.row_tiles import shared
 
 
 class Ring(NamedTuple):

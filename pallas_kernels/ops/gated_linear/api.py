@@ -1,4 +1,4 @@
-"""The public function: checks, dispatch, and the gradient of the Mosaic GPU kernels."""
+"""The public function: checks and dispatch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,13 @@ import jax
 from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_operands, check_weight
-from pallas_kernels.ops._products.norm import (
-    as_rows,
-    can_fuse_norm,
-    check_norm,
-    norm_unsupported,
-    prologue,
-    row_norm,
-    scaled_rows,
-)
-from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_forward
-from pallas_kernels.ops.gated_linear.config import Config, preferred, problem, tuned_config
-from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward
-from pallas_kernels.ops.gated_linear.mosaic_gpu_vjp import gated_linear_backward
+from pallas_kernels.ops._products.norm import after_norm, as_rows, check_norm, is_fusable, norm_unsupported
+from pallas_kernels.ops.gated_linear.config import preferred, problem, tuned_config
+from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward, gated_linear_mosaic
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
-from pallas_kernels.primitives.gradients import products_apart
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -81,7 +70,7 @@ def gated_linear(
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202
     """
     x, w_gate, w_up = as_arrays("gated_linear", x=x, w_gate=w_gate, w_up=w_up)
-    get_activation("gated_linear", activation)
+    function = get_activation("gated_linear", activation)
     check_operands("gated_linear", x=x, w_gate=w_gate, w_up=w_up)
     check_weight("gated_linear", "w_gate", w_gate.shape, x)
     if w_up.shape != w_gate.shape:
@@ -91,60 +80,13 @@ def gated_linear(
     chosen = choose("gated_linear", implementation, support, preferred=lambda: preferred(x, w_gate, activation))
     if chosen == "xla" or x.size == 0 or w_gate.size == 0:
         return gated_linear_reference(x, w_gate, w_up, activation=activation, norm=norm)
-    rows, w_gate, w_up, norm = varying_alike((as_rows(x), w_gate, w_up, norm))
-    config = tuned_config(problem(rows, w_gate, activation), rows.shape[0], is_normed=norm is not None)
-    product = partial(_with_fused_norm, config) if can_fuse_norm(config, norm, rows) else _with_norm_before
-    y: jax.Array = product(activation, rows, norm, w_gate, w_up)  # pyright: ignore
+    rows, norm, *weights = varying_alike((as_rows(x), norm, w_gate, w_up))
+    config = tuned_config(problem(rows, w_gate, activation), rows.shape[0], is_normed=is_fusable(norm, rows))
+    forward = partial(gated_linear_forward, activation=function, config=config)
+    y = after_norm(partial(gated_linear_mosaic, function), forward, config, norm, rows, *weights)
     return y.reshape(*x.shape[:-1], w_gate.shape[1])
 
 
 def mosaic_unsupported(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, norm: Norm | None) -> str | None:
     """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     return operands_unsupported(x, w_gate, w_up) or norm_unsupported(norm, x) or mosaic_gpu_unsupported()
-
-
-def _with_norm_before(activation: str, x, norm, w_gate, w_up):
-    normed, row_scale = prologue(norm, x)
-    return _gated_linear_mosaic(activation, normed, w_gate, w_up, row_scale)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_fused_norm(config: Config, activation: str, x, norm, w_gate, w_up):
-    function = get_activation("gated_linear", activation)
-    return gated_linear_forward(x, w_gate, w_up, activation=function, norm=row_norm(norm), config=config)
-
-
-def _fused_fwd(config, activation, *operands):
-    return jax.vjp(partial(_with_norm_before, activation), *operands)
-
-
-def _fused_bwd(config, activation, pullback, cotangent):
-    return pullback(cotangent)
-
-
-_with_fused_norm.defvjp(_fused_fwd, _fused_bwd)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_linear_mosaic(
-    activation: str, x: jax.Array, w_gate: jax.Array, w_up: jax.Array, row_scale: jax.Array | None
-) -> jax.Array:
-    function = get_activation("gated_linear", activation)
-    return gated_linear_forward(x, w_gate, w_up, activation=function, row_scale=row_scale)
-
-
-def _mosaic_fwd(activation, x, w_gate, w_up, row_scale):
-    # From 512 rows on, one launch that also writes the products takes 4 to 5 % longer: tensor cores wait for results.
-    gate, up = products_apart(scaled_rows(x, row_scale), (w_gate, w_up))
-    function = get_activation("gated_linear", activation)
-    y = gated_activation_forward(gate.reshape(1, -1), up.reshape(1, -1), activation=function).reshape(gate.shape)
-    return y, (x, w_gate, w_up, gate, up, row_scale)
-
-
-def _mosaic_bwd(activation, saved, dy):
-    x, w_gate, w_up, gate, up, row_scale = saved
-    function = get_activation("gated_linear", activation)
-    return gated_linear_backward(x, w_gate, w_up, gate, up, dy, activation=function, row_scale=row_scale)
-
-
-_gated_linear_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

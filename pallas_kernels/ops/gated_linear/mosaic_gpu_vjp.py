@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.ops._products.norm import gradient_dtype, scaled_rows, through_row_scale
+from pallas_kernels.ops._products.product import product_gradients
 from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_backward
 from pallas_kernels.primitives.activations import Activation
-from pallas_kernels.primitives.gradients import input_gradient, weight_gradients
 
 
 def gated_linear_backward(
@@ -34,8 +33,6 @@ def gated_linear_backward(
         gate.reshape(1, -1), up.reshape(1, -1), dy.reshape(1, -1), activation=activation
     )
     assert dup is not None
-    dgate, dup = dgate.reshape(dy.shape), dup.reshape(dy.shape)
-    dx = input_gradient((dgate, dup), (w_gate, w_up), dtype=gradient_dtype(row_scale))
-    dw_gate, dw_up = weight_gradients(scaled_rows(x, row_scale), (dgate, dup))
-    dx, drow_scale = through_row_scale(dx, x, row_scale)
+    cotangents = dgate.reshape(dy.shape), dup.reshape(dy.shape)
+    dx, (dw_gate, dw_up), drow_scale = product_gradients(x, (w_gate, w_up), cotangents, row_scale)
     return dx, dw_gate, dw_up, drow_scale

@@ -6,7 +6,8 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.ops._products.norm import as_rows, can_fuse_norm
+from pallas_kernels.ops._products.norm import as_rows, is_fusable
+from pallas_kernels.ops._products.product import candidates
 from pallas_kernels.ops._products.specs import (
     NORM_ARRAYS,
     norm_arguments,
@@ -20,7 +21,7 @@ from pallas_kernels.ops._products.specs import (
 )
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 from pallas_kernels.ops.gated_linear.api import gated_linear
-from pallas_kernels.ops.gated_linear.config import candidates, problem
+from pallas_kernels.ops.gated_linear.config import problem
 from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward
 from pallas_kernels.ops.gated_linear.mosaic_gpu_vjp import gated_linear_backward
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
@@ -40,15 +41,14 @@ def _call(x, *, outputs, activation="silu", norm=None, **which):
 
 
 def _configs(arguments: Arguments):
-    norm, x = with_norm(arguments).get("norm"), arguments["x"]
-    found = candidates(rows_of(arguments)).items()
-    return {name: c for name, c in found if can_fuse_norm(c, norm, x) == getattr(c, "fuses_norm", False)}
+    is_normed = is_fusable(with_norm(arguments).get("norm"), arguments["x"])
+    return candidates(rows_of(arguments), products=2, is_normed=is_normed)
 
 
 def _forward(*, config=None, **arguments):
     called = with_norm(arguments)
     x, norm, function = called["x"], called.get("norm"), get_activation("gated_linear", called["activation"])
-    rows, options = normed(x, norm, is_fused=can_fuse_norm(config, norm, x))
+    rows, options = normed(x, norm, config)
     weights = (called[name] for name in _WEIGHTS)
     y = gated_linear_forward(rows, *weights, activation=function, **options, config=config)
     return (y.reshape(*x.shape[:-1], -1),)

@@ -1,14 +1,16 @@
-"""The public function: checks, dispatch, and the gradient of the Mosaic GPU kernels."""
+"""The public function, and what the linear layers with and without a norm share: checks, dispatch and launch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.arguments import Norm
+from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
 from pallas_kernels.ops._products.checks import (
     check_linear,
     check_operands,
@@ -16,10 +18,16 @@ from pallas_kernels.ops._products.checks import (
     optional_activation,
     result_dtype,
 )
-from pallas_kernels.ops._products.norm import as_rows, scaled_rows
-from pallas_kernels.ops.linear.config import preferred
-from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
-from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward
+from pallas_kernels.ops._products.norm import (
+    after_norm,
+    as_rows,
+    check_norm,
+    is_fusable,
+    norm_reference,
+    norm_unsupported,
+)
+from pallas_kernels.ops.linear.config import preferred, problem, tuned_config
+from pallas_kernels.ops.linear.mosaic_gpu import linear_forward, linear_mosaic
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
@@ -77,86 +85,87 @@ def linear(
         TypeError, ValueError: the arguments do not fit together, or the activation or implementation is unknown.
         NotImplementedError: the requested implementation cannot run; the message says why.
     """
-    x, w = as_arrays("linear", x=x, w=w)
-    bias, residual = optional_arrays("linear", bias=bias, residual=residual)
-    dtype = result_dtype("linear", x, out_dtype)
-    check_operands("linear", x=x, w=w)
-    check_linear("linear", x, w.shape, bias=bias, activation=activation, residual=residual, dtype=dtype)
+    options = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": out_dtype}
+    return apply_linear("linear", x, w, None, **options, implementation=implementation, preference=_preference)
+
+
+def _preference(*operands) -> tuple[Sequence[str], bool]:
+    return preferred(*operands), True
+
+
+def apply_linear(
+    operation: str,
+    x: jax.Array,
+    w: jax.Array,
+    norm: Norm | None,
+    *,
+    bias: jax.Array | None,
+    activation: str | None,
+    residual: jax.Array | None,
+    out_dtype: DTypeLike | None,
+    implementation: Implementation,
+    preference: Callable[..., tuple[Sequence[str], bool]],
+) -> jax.Array:
+    """Computes activation(norm(x) @ w + bias) + residual; arguments as for `linear`.
+
+    preference: returns, for x, w, bias, activation, residual and the result's dtype, the implementations to try if the
+    caller requests none, and whether the kernel is the best where no gradient is taken.
+    """
+    x, w = as_arrays(operation, x=x, w=w)
+    bias, residual = optional_arrays(operation, bias=bias, residual=residual)
+    dtype = result_dtype(operation, x, out_dtype)
+    check_operands(operation, x=x, w=w)
+    check_linear(operation, x, w.shape, bias=bias, activation=activation, residual=residual, dtype=dtype)
+    check_norm(operation, norm, x)
     support = {
-        "mosaic": partial(mosaic_unsupported, x, w, bias, dtype),
-        "triton": partial(triton_unsupported, x, dtype),
+        "mosaic": partial(mosaic_unsupported, x, w, bias, dtype, norm),
+        "triton": partial(triton_unsupported, x, dtype, norm),
         "xla": lambda: None,
     }
-    order = partial(preferred, x, w, bias, activation, residual, dtype)
-    chosen = choose("linear", implementation, support, preferred=order)
+    preference = partial(preference, x, w, bias, activation, residual, dtype)
+    chosen = choose(operation, implementation, support, preferred=lambda: preference()[0])
+
+    def reference(multiply, x, norm, w, bias, residual):
+        options = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": dtype}
+        return linear_reference(norm_reference(norm, x), w, **options, multiply=multiply).astype(dtype)
+
     if chosen == "xla" or x.size == 0 or w.size == 0:
-        given = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": dtype}
-        multiply = matmul if implementation is None else jnp.matmul
-        return linear_reference(x, w, **given, multiply=multiply).astype(dtype)
-    operands = (as_rows(x), w, bias, None if residual is None else as_rows(residual))
-    rows, w, bias, residual = varying_alike(operands)
+        return reference(matmul if implementation is None else jnp.matmul, x, norm, w, bias, residual)
+    operands = varying_alike((as_rows(x), norm, w, bias, None if residual is None else as_rows(residual)))
     if chosen == "triton":
         from pallas_kernels.ops.linear.triton import linear_triton  # imports Triton
 
-        y: jax.Array = linear_triton(activation, 0.0, rows, w, None, bias, residual)  # pyright: ignore
+        rows, norm, *others = operands
+        epsilon, scale = (0.0, None) if norm is None else (norm.epsilon, norm.scale)
+        y: jax.Array = linear_triton(activation, epsilon, rows, others[0], scale, *others[1:])  # pyright: ignore
         return y.reshape(*x.shape[:-1], w.shape[1])
-    y: jax.Array = linear_mosaic(activation, dtype, rows, w, bias, residual, None)  # pyright: ignore
+
+    def kernel(rows, norm, w, bias, residual):
+        function = optional_activation(operation, activation)
+        known = problem(rows, w, bias, activation, residual, dtype)
+        config = tuned_config(known, rows.shape[0], is_normed=is_fusable(norm, rows))
+
+        def forward(*operands, norm):
+            return linear_forward(*operands, norm=norm, activation=function, out_dtype=dtype, config=config)[0]
+
+        return after_norm(partial(linear_mosaic, function, dtype), forward, config, norm, rows, w, bias, residual)
+
+    is_best = implementation is not None or preference()[1]
+    y = partly_by_xla(kernel, partial(reference, jnp.matmul), forward=not is_best)(*operands)
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
-def mosaic_unsupported(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> str | None:
+def mosaic_unsupported(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype, norm: Norm | None = None
+) -> str | None:
     """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
-    return operands_unsupported(x, w) or linear_unsupported(x, bias, out_dtype)
+    return operands_unsupported(x, w) or linear_unsupported(x, bias, out_dtype) or norm_unsupported(norm, x)
 
 
-def triton_unsupported(x: jax.Array, out_dtype: jnp.dtype) -> str | None:
+def triton_unsupported(x: jax.Array, out_dtype: jnp.dtype, norm: Norm | None = None) -> str | None:
     """Returns why the Triton kernel cannot take these arguments here, or None if it can."""
+    if norm is not None and (norm.kind != "rms" or norm.scale is None or norm.mean_square is not None):
+        return "the kernel's norm is of kind 'rms', with a scale, and computes the mean squares itself"
     if out_dtype != x.dtype:
         return f"the result is {out_dtype.name}, the kernel gives x's {x.dtype.name}"
     return triton_missing(x)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def linear_mosaic(
-    activation: str | None,
-    out_dtype: jnp.dtype,
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    row_scale: jax.Array | None,
-) -> jax.Array:
-    """Computes activation((row_scale * x) @ w + bias) + residual with the Mosaic GPU kernel; differentiable.
-
-    x: (rows, features), w: (features, outputs), bias: (outputs,), residual: (rows, outputs), row_scale: (rows,).
-    """
-    function = optional_activation("linear", activation)
-    return linear_forward(x, w, bias, residual, activation=function, row_scale=row_scale, out_dtype=out_dtype)[0]
-
-
-def _mosaic_fwd(activation, out_dtype, x, w, bias, residual, row_scale):
-    function = optional_activation("linear", activation)
-    keeps = function is not None and out_dtype == x.dtype
-    y, product = linear_forward(
-        x, w, bias, residual, activation=function, row_scale=row_scale, out_dtype=out_dtype, keeps_product=keeps
-    )
-    return y, (x, w, bias, product, row_scale, residual is not None)
-
-
-def _mosaic_bwd(activation, out_dtype, saved, dy):
-    x, w, bias, product, row_scale, has_residual = saved
-    dresidual = dy if has_residual else None
-    if out_dtype != x.dtype:  # the tensor cores would round a float32 cotangent
-
-        def forward(x, w, bias, row_scale):
-            rows = scaled_rows(x, row_scale)
-            return linear_reference(rows, w, bias=bias, activation=activation, out_dtype=out_dtype)
-
-        dx, dw, dbias, drow_scale = jax.vjp(forward, x, w, bias, row_scale)[1](dy)
-        return dx, dw, dbias, dresidual, drow_scale
-    function = optional_activation("linear", activation)
-    dx, dw, dbias, drow_scale = linear_backward(x, w, bias, product, dy, activation=function, row_scale=row_scale)
-    return dx, dw, dbias, dresidual, drow_scale
-
-
-linear_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

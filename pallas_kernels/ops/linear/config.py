@@ -1,4 +1,4 @@
-"""Launch configurations of the linear layer's kernels: the untuned choice, and the candidates worth measuring."""
+"""The linear layer's key in the tuned table, its configuration, and when its kernels are preferred."""
 
 from __future__ import annotations
 
@@ -10,21 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
-from pallas_kernels.primitives.few_rows.config import MOST_ROWS, FewRowsConfig, choose_few_rows
-from pallas_kernels.primitives.few_rows.config import candidates as few_rows_candidates
-from pallas_kernels.primitives.gemm.config import (
-    EVEN,
-    MIXED,
-    MOST_MIXED_ROWS,
-    NARROW,
-    GemmConfig,
-    ProductCost,
-    choose_config,
-)
+from pallas_kernels.ops._products.product import Config, candidates, default_config, estimate
+from pallas_kernels.primitives.few_rows.config import MOST_ROWS
+from pallas_kernels.primitives.gemm.config import MOST_MIXED_ROWS, GemmConfig, choose_config
 
 FEWEST_FEATURES = 4096
 """The fewest features of plain products; with fewer, nothing has been measured."""
-Config = GemmConfig | FewRowsConfig
 
 
 def problem(
@@ -67,14 +58,10 @@ def preferred(
     return tuning.implementations("linear", known, untuned=("mosaic",) if is_best else ())
 
 
-def tuned_config(known: tuning.Problem, rows: int, *, keeps_product: bool = False) -> Config:
-    """Returns the measured best configuration of a problem, else the untuned one."""
-    outputs, features = int(known["outputs"]), int(known["features"])
-    is_mixed = rows <= MOST_MIXED_ROWS and not keeps_product  # not measured with one buffer per result
-    is_even = not keeps_product
-    untuned: Config = choose_config(rows, outputs, is_mixed=is_mixed, is_even=is_even)
-    if rows <= MOST_ROWS:
-        untuned = choose_few_rows(rows, outputs, features)
+def tuned_config(known: tuning.Problem, rows: int, *, is_normed: bool = False, keeps_product: bool = False) -> Config:
+    """Returns the measured best configuration of a problem, else the untuned one; arguments as `default_config`'s."""
+    sizes = int(known["outputs"]), int(known["features"])
+    untuned = default_config(rows, *sizes, is_normed=is_normed, keeps_products=keeps_product)
     config = tuning.configuration("linear", "forward", known, lambda: candidates(rows), untuned=untuned)
     # One buffer per result, so that four stages fit beside two results.
     return replace(config, store_slots=1) if keeps_product and isinstance(config, GemmConfig) else config
@@ -97,34 +84,7 @@ def is_preferred(
     if not has_activation and not residual_bytes:
         is_known = rows == MOST_MIXED_ROWS and features >= FEWEST_FEATURES
         return is_known and bool(choose_config(rows, outputs, is_mixed=True).passes)
-    epilogue = {"has_activation": has_activation, "residual_bytes": residual_bytes, "out_bytes": out_bytes}
-    ours, xla = estimate(rows, outputs, features, **epilogue)
-    return ours < xla
-
-
-def estimate(
-    rows: int, outputs: int, features: int, *, has_activation: bool, residual_bytes: int = 0, out_bytes: int = 2
-) -> tuple[float, float]:
-    """Returns the estimated times of the kernel of many rows and of XLA, in microseconds; arguments as above."""
-    cost = ProductCost(
-        rows=rows,
-        outputs=outputs,
-        features=features,
-        read_bytes=rows * outputs * residual_bytes,
-        written_bytes=rows * outputs * out_bytes,
-        is_fused=not has_activation,
+    ours, xla = estimate(
+        rows, outputs, features, read_bytes=residual_bytes, out_bytes=out_bytes, is_fused=not has_activation
     )
-    return cost.estimate(choose_config(rows, outputs, is_mixed=rows <= MOST_MIXED_ROWS, is_even=True))
-
-
-def candidates(rows: int) -> dict[str, Config]:
-    """Returns the configurations worth measuring, by name."""
-    if rows <= MOST_ROWS:
-        return {**few_rows_candidates()}
-    return {
-        "128x256": GemmConfig(),
-        "128x(256+192)": MIXED[1],
-        "128x128": NARROW,
-        "128x256 cluster m": GemmConfig(cluster=2),
-        "128x256 cluster m, even waves": EVEN,
-    }
+    return ours < xla

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops._products.norm import gradient_dtype, scaled_rows, through_row_scale
+from pallas_kernels.ops._products.product import product_gradients
 from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.platform import varying_like
@@ -38,7 +38,5 @@ def linear_backward(
         dy, dbias = bias_activation_backward(product, bias, None, dy, activation=activation)
     elif bias is not None:
         dbias = jnp.sum(dy, axis=0, dtype=jnp.float32).astype(bias.dtype)
-    dx = jnp.matmul(dy, w.T, preferred_element_type=gradient_dtype(row_scale))
-    dw = scaled_rows(x, row_scale).T @ dy
-    dx, drow_scale = through_row_scale(dx, x, row_scale)
+    dx, (dw,), drow_scale = product_gradients(x, [w], [dy], row_scale)
     return dx, dw, None if dbias is None else varying_like(dbias, dy), drow_scale

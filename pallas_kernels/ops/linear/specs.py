@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ops._products.checks import optional_activation
 from pallas_kernels.ops._products.norm import as_rows
+from pallas_kernels.ops._products.product import candidates
 from pallas_kernels.ops._products.specs import (
     bench_tags,
     epilogue,
@@ -19,7 +20,7 @@ from pallas_kernels.ops._products.specs import (
     weight,
 )
 from pallas_kernels.ops.linear.api import linear
-from pallas_kernels.ops.linear.config import candidates, problem
+from pallas_kernels.ops.linear.config import problem
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward
 from pallas_kernels.ops.linear.reference import linear_reference

@@ -13,10 +13,10 @@ from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.consumer import consume
 from pallas_kernels.primitives.gemm.launch import launcher
 from pallas_kernels.primitives.gemm.pipeline import Ring, produce, ring_types
-from pallas_kernels.primitives.gemm.problem import ONE, Problem
-from pallas_kernels.primitives.gemm.shared import shared
+from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.store import Pieces
 from pallas_kernels.primitives.references import in_place
+from pallas_kernels.primitives.row_tiles import shared
 
 Extras = Mapping[str, Any]
 """Further operands by name: arrays, or references to them in a kernel."""
@@ -34,13 +34,12 @@ def problem_of(
     stored_bytes: int,
 ) -> Problem:
     """Returns an (m, n, k) product with as many stages as fit beside buffers of `stored_bytes` per element."""
-    config = config.fitted(itemsize=dtype.itemsize, operands=(1, 1), products=1, stored_bytes=stored_bytes)
+    config = config.fitted(itemsize=dtype.itemsize, stored_bytes=stored_bytes)
     return Problem(
         m=m,
         widths=(n,),
         k=k,
         dtype=dtype,
-        products=ONE,
         transpose_a=transpose_a,
         transpose_b=transpose_b,
         config=config,
@@ -92,7 +91,7 @@ def product_kernel(
         name=name,
         out_type=list(out_type),
         scratch_types=(
-            ring_types(problem, 1, 1),
+            ring_types(problem),
             [shared(buffer_shape, buffer_dtype)] if buffer_dtype is not None else [],
             plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
         ),

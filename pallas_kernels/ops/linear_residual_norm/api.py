@@ -1,4 +1,4 @@
-"""The public function: checks, dispatch, and the gradient of the Mosaic GPU kernel."""
+"""The public function: checks and dispatch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pallas_kernels.ops._products.checks import check_linear, check_operands
 from pallas_kernels.ops._products.norm import as_rows
 from pallas_kernels.ops.linear import api as linear_api
 from pallas_kernels.ops.linear_residual_norm.config import is_preferred
-from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_forward
-from pallas_kernels.ops.linear_residual_norm.mosaic_gpu_vjp import linear_residual_norm_backward
+from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_mosaic
 from pallas_kernels.ops.linear_residual_norm.reference import linear_residual_norm_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.platform import varying_alike
@@ -75,25 +74,6 @@ def linear_residual_norm(
     if chosen == "xla" or x.size == 0 or w.size == 0:
         return linear_residual_norm_reference(x, w, residual=residual, bias=bias)
     operands = varying_alike((rows, w, bias, as_rows(residual)))
-    results: tuple[jax.Array, jax.Array] = _linear_residual_norm_mosaic(*operands)  # pyright: ignore
+    results: tuple[jax.Array, jax.Array] = linear_residual_norm_mosaic(*operands)  # pyright: ignore
     total, mean_square = results
     return total.reshape(residual.shape), mean_square.reshape(x.shape[:-1])
-
-
-@jax.custom_vjp
-def _linear_residual_norm_mosaic(
-    x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return linear_residual_norm_forward(x, w, bias, residual)
-
-
-def _mosaic_fwd(x, w, bias, residual):
-    total, mean_square = linear_residual_norm_forward(x, w, bias, residual)
-    return (total, mean_square), (x, w, bias, total)
-
-
-def _mosaic_bwd(saved, cotangents):
-    return linear_residual_norm_backward(*saved, *cotangents)
-
-
-_linear_residual_norm_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

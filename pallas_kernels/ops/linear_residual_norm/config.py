@@ -1,25 +1,14 @@
-"""Chooses the kernel's launch configuration, and whether a call prefers the kernel to XLA."""
+"""Whether a call prefers the kernel to XLA."""
 
 from __future__ import annotations
 
-from pallas_kernels.ops.linear.config import estimate
-from pallas_kernels.primitives.few_rows.config import FewRowsConfig, choose_few_rows
-from pallas_kernels.primitives.gemm.config import FEW_ROWS, GemmConfig, choose_config
+from pallas_kernels.ops._products.product import estimate
+from pallas_kernels.primitives.few_rows.config import MOST_ROWS
 
 FEWEST_ROWS = 512
-"""Between `FEW_ROWS` and this many rows, the kernel has not been compared with XLA, but for 77 (23 and 13 µs)."""
+"""Between `MOST_ROWS` and this many rows, the kernel has not been compared with XLA, but for 77 (23 and 13 µs)."""
 MOST_FEW_ROWS, FEWEST_FEATURES, FEWEST_OUTPUTS = 16, 8192, 4096
 """The measured range of the product of few rows."""
-
-
-Config = GemmConfig | FewRowsConfig
-
-
-def default_config(rows: int, outputs: int, features: int) -> Config:
-    """Returns the untuned configuration."""
-    if rows <= MOST_FEW_ROWS and features >= FEWEST_FEATURES:
-        return choose_few_rows(rows, outputs, features)
-    return choose_config(rows, outputs, is_even=True)
 
 
 def is_preferred(rows: int, outputs: int, features: int) -> bool:
@@ -31,12 +20,7 @@ def is_preferred(rows: int, outputs: int, features: int) -> bool:
     """
     if rows <= MOST_FEW_ROWS:
         return outputs >= FEWEST_OUTPUTS and features >= FEWEST_FEATURES
-    if rows <= FEW_ROWS:
-        return outputs >= FEWEST_OUTPUTS and features >= FEWEST_FEATURES // 2 and rows > FEW_ROWS // 2
-    ours, xla = estimate_sum(rows, outputs, features)
+    if rows <= MOST_ROWS:
+        return outputs >= FEWEST_OUTPUTS and features >= FEWEST_FEATURES // 2 and rows > MOST_ROWS // 2
+    ours, xla = estimate(rows, outputs, features, read_bytes=2)
     return rows >= FEWEST_ROWS and ours < xla
-
-
-def estimate_sum(rows: int, outputs: int, features: int) -> tuple[float, float]:
-    """Returns the estimated times of the kernel of many rows and of XLA, which sums in a pass of its own."""
-    return estimate(rows, outputs, features, has_activation=True, residual_bytes=2)

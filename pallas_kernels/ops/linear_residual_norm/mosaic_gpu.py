@@ -1,4 +1,4 @@
-"""The layer forward on Mosaic GPU: one launch, and a small one that adds the row statistics.
+"""The layer on Mosaic GPU: one launch, a small one that adds the row statistics, and the gradient.
 
 Each warpgroup ends with some of a row's columns in registers, and writes the sum of their squares: 4 bytes for 512.
 XLA adds these parts, one per tile, in a fixed order, and fuses the addition with its consumers.
@@ -6,15 +6,11 @@ XLA adds these parts, one per tile, in a fixed order, and fuses the addition wit
 
 from __future__ import annotations
 
-import functools
-import operator
-
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels.ops.linear_residual_norm.config import Config, default_config
-from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.few_rows.kernel import few_rows_product
-from pallas_kernels.primitives.gemm.kernel import gemm
+from pallas_kernels.ops._products.product import Config, default_config, product
+from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward
 
 
 def linear_residual_norm_forward(
@@ -29,11 +25,35 @@ def linear_residual_norm_forward(
 
     x: (rows, features), w: (features, outputs), residual: (rows, outputs), of one 16-bit dtype. bias: (outputs,).
     """
-    config = config or default_config(x.shape[0], w.shape[1], x.shape[1])
-    arguments = {"bias": bias, "residual": residual, "row_squares": True, "name": "linear_residual_norm"}
-    if isinstance(config, FewRowsConfig):
-        total, lines = few_rows_product(x, [w], config=config, **arguments)
-        squares = functools.reduce(operator.add, list(lines))
-    else:
-        total, squares = gemm([x], [w], config=config, **arguments)
-    return total, squares * (1.0 / w.shape[1])
+    (rows, features), outputs = x.shape, w.shape[1]
+    config = config or default_config(rows, outputs, features)
+    options = {"bias": bias, "residual": residual, "row_squares": True}
+    total, squares = product(x, [w], config=config, name="linear_residual_norm", **options)
+    return total, squares * (1.0 / outputs)
+
+
+@jax.custom_vjp
+def linear_residual_norm_mosaic(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the same; differentiable."""
+    return linear_residual_norm_forward(x, w, bias, residual)
+
+
+def _forward(x, w, bias, residual):
+    total, mean_square = linear_residual_norm_forward(x, w, bias, residual)
+    return (total, mean_square), (x, w, bias, total)
+
+
+def _backward(saved, cotangents):
+    """The statistics' gradient joins that of the sum, then come the linear layer's products."""
+    x, w, bias, total = saved
+    dtotal, dmean_square = cotangents
+    slope = dmean_square * (2.0 / w.shape[1])
+    gradient = dtotal.astype(jnp.float32) + slope[:, None] * total.astype(jnp.float32)
+    gradient = gradient.astype(dtotal.dtype)
+    dx, dw, dbias, _ = linear_backward(x, w, bias, None, gradient, activation=None)
+    return dx, dw, dbias, gradient
+
+
+linear_residual_norm_mosaic.defvjp(_forward, _backward)

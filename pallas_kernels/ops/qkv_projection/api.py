@@ -1,4 +1,4 @@
-"""The public function: checks, dispatch, and the gradient of the Mosaic GPU kernel."""
+"""The public function: checks and dispatch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import Norm, Rope
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_bias, check_operands, check_weight, vector_unsupported
-from pallas_kernels.ops._products.norm import as_rows, can_fuse_norm, check_norm, norm_unsupported, prologue, row_norm
-from pallas_kernels.ops.qkv_projection.config import preferred
-from pallas_kernels.ops.qkv_projection.mosaic_gpu import (
-    Config,
-    HeadForm,
-    chosen_config,
-    qkv_projection_forward,
-)
-from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward
+from pallas_kernels.ops._products.norm import after_norm, as_rows, check_norm, norm_unsupported
+from pallas_kernels.ops.qkv_projection.config import HeadForm, chosen_config, preferred
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward, qkv_projection_mosaic
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_integer
-from pallas_kernels.primitives.gemm.epilogue import HEAD_SIZES
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
+from pallas_kernels.primitives.row_tiles import HEAD_SIZES
 from pallas_kernels.primitives.settings import usual_promotion
 
 _BIASES = ("the bias of w_q", "the bias of w_k", "the bias of w_v")
@@ -118,8 +112,12 @@ def qkv_projection(
         epsilons=tuple(None if n is None else float(n.epsilon) for n in (q_norm, k_norm)),
     )
     config = chosen_config(rows, weights, form)
-    project = _with_fused_norm if can_fuse_norm(config, norm, rows) else _with_norm_before
-    results: tuple[jax.Array, ...] = project(form, config, rows, norm, *rest)  # pyright: ignore
+
+    def forward(x, weights, biases, head_scales, positions, norm):
+        operands = {"biases": biases, "head_scales": head_scales, "positions": positions}
+        return qkv_projection_forward(x, weights, form=form, norm=norm, **operands, config=config)[0]
+
+    results = after_norm(partial(qkv_projection_mosaic, form), forward, config, norm, rows, *rest)
     shapes = [(y.shape[1],) if head_size is None else (y.shape[1] // head_size, head_size) for y in results]
     q, k, v = (y.reshape(*x.shape[:-1], *shape) for y, shape in zip(results, shapes, strict=True))
     return q, k, v
@@ -216,76 +214,3 @@ def _check_arrays(x: jax.Array, weights: tuple[jax.Array, ...], biases: tuple[ja
         return
     for name, w, bias in zip(_BIASES, weights, biases, strict=True):
         check_bias("qkv_projection", bias, w.shape[1], name=name)
-
-
-def _with_norm_before(form: HeadForm, config: Config, x, norm, weights, biases, head_scales, positions):
-    normed, row_scale = prologue(norm, x)
-    return _qkv_projection_mosaic(form, config, normed, row_scale, weights, biases, head_scales, positions)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_fused_norm(form: HeadForm, config: Config, x, norm, weights, biases, head_scales, positions):
-    return qkv_projection_forward(
-        x,
-        weights,
-        form=form,
-        norm=row_norm(norm),
-        biases=biases,
-        head_scales=head_scales,
-        positions=positions,
-        config=config,
-    )[0]
-
-
-def _fused_fwd(form, config, *operands):
-    """Runs the norm in a launch of its own, since the backward pass needs the normalised x anyway."""
-    return jax.vjp(partial(_with_norm_before, form, config), *operands)
-
-
-def _fused_bwd(form, config, pullback, cotangents):
-    return pullback(cotangents)
-
-
-_with_fused_norm.defvjp(_fused_fwd, _fused_bwd)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _qkv_projection_mosaic(form: HeadForm, config: Config, x, row_scale, weights, biases, head_scales, positions):
-    operands = x, row_scale, weights, biases, head_scales, positions
-    return _mosaic_fwd(form, config, *operands)[0]
-
-
-@usual_promotion
-def _mosaic_fwd(form, config, *operands):
-    x, row_scale, weights, biases, head_scales, positions = operands
-    results, products = qkv_projection_forward(
-        x,
-        weights,
-        form=form,
-        row_scale=row_scale,
-        biases=biases,
-        head_scales=head_scales,
-        positions=positions,
-        config=config,
-    )
-    return results, (operands, products)
-
-
-@usual_promotion
-def _mosaic_bwd(form, config, saved, cotangents):
-    (x, row_scale, weights, biases, head_scales, positions), products = saved
-    dx, dweights, drow_scale, dbiases, dhead_scales = qkv_projection_backward(
-        x,
-        weights,
-        cotangents,
-        form=form,
-        products=products,
-        row_scale=row_scale,
-        biases=biases,
-        head_scales=head_scales,
-        positions=positions,
-    )
-    return dx, drow_scale, dweights, dbiases, dhead_scales, None
-
-
-_qkv_projection_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import jax
 
 from pallas_kernels import tuning
-from pallas_kernels.primitives.few_rows.config import FewRowsConfig, MmaConfig
+from pallas_kernels.ops._products.product import Config
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import HEAD_SIZES
 from pallas_kernels.primitives.gemm.config import EVEN, FEW_ROWS, MANY_ROWS, NARROW, GemmConfig
 from pallas_kernels.primitives.platform import target_device
@@ -22,7 +23,24 @@ _SPLIT_BLOCKS = 0.75
 NARROW_COST = 1.25
 """How much longer a column takes in tiles of 128 columns. 3264 rows of 2048 features, 2048 and twice 512 outputs take
 78.9 µs in three waves of wide tiles, 85.8 in five of narrow ones; 128 rows of 1024, three times 1024, 15.2 and 10.1."""
-Config = GemmConfig | FewRowsConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadForm:
+    """The static parameters of the heads' norms and rotation.
+
+    size: columns of a head, or None if heads are neither normalised nor rotated. theta: of the rotation, or None.
+    epsilons: of the norms of query and key heads, each None for no norm.
+    """
+
+    size: int | None = None
+    theta: float | None = None
+    epsilons: tuple[float | None, ...] = (None, None)
+
+    @property
+    def is_normed(self) -> bool:
+        """Whether query or key heads are normalised."""
+        return self.epsilons != (None, None)
 
 
 def problem(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool) -> tuning.Problem:
@@ -42,28 +60,27 @@ def preferred(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | No
     """Returns the implementations to try if the caller requests none: the measured best, else the kernel.
 
     On an H200, 4096 features, 32 and 8 heads of 128, with norm and rotation: 1.22 times as fast as XLA at 8192 rows,
-    1.60 at 512, 1.44 at 16. 1024 features, 8 and 2 heads of 128: 1.59 times at 64.
+    1.60 at 512, 1.54 at 16. 1024 features, 8 and 2 heads of 128: 1.59 times at 64.
     """
     known = problem(x, weights, head_size=head_size, is_rotated=is_rotated)
     return tuning.implementations("qkv_projection", known, untuned=("mosaic",))
 
 
-def tuned_config(known: tuning.Problem, rows: int, *, head_size: int | None) -> Config:
-    """Returns the measured best configuration of a problem, else the untuned one."""
-    queries, keys = int(known["queries"]), int(known["keys"])
-    widths, features = (queries, keys, keys), int(known["features"])
-    untuned = default_config(rows, widths, features=features, head_size=head_size)
-    found = candidates(rows, head_size=head_size)
+def chosen_config(x: jax.Array, weights: Sequence[jax.Array], form: HeadForm) -> Config:
+    """Returns the measured best configuration for x (rows, features), else the untuned one."""
+    (rows, features), widths = x.shape, [w.shape[1] for w in weights]
+    known = problem(x, weights, head_size=form.size, is_rotated=form.theta is not None)
+    untuned = default_config(rows, widths, features=features, head_size=form.size)
+    found = candidates(rows, head_size=form.size, is_normed=True)
     return tuning.configuration("qkv_projection", "forward", known, lambda: found, untuned=untuned)
 
 
 def default_config(rows: int, widths: Sequence[int], *, features: int, head_size: int | None) -> Config:
     """Returns the untuned configuration: for few rows the transposed product, if its tiles hold whole heads."""
-    if rows <= MOST_FEW_ROWS and _is_transposable(head_size):
-        config = _transposed(head_size)
-        splits = _split_k(features, sum(-(-width // config.columns) for width in widths))
-        return config if splits == 1 else replace(config, splits=splits, mma=None)
-    return gemm_config(rows, widths, head_size=head_size)
+    config = _transposed(head_size)
+    if rows > MOST_FEW_ROWS or config is None:
+        return gemm_config(rows, widths, head_size=head_size)
+    return replace(config, splits=_split_k(features, sum(-(-width // config.columns) for width in widths)))
 
 
 def gemm_config(rows: int, widths: Sequence[int], *, head_size: int | None) -> GemmConfig:
@@ -92,40 +109,24 @@ def _split_k(features: int, tiles: int) -> int:
     return next((splits for splits in (8, 4) if tiles * splits <= _SPLIT_BLOCKS * device.core_count), 1)
 
 
-def candidates(rows: int, *, head_size: int | None) -> dict[str, Config]:
-    """Returns the configurations worth measuring, by name."""
-    if rows <= FEW_ROWS:
-        few = GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), warpgroups=1, stages=16)
-        return {**{f"{k} deep": replace(few, tile_k=k) for k in (64, 128)}, **_transposed_cuts(head_size)}
-    wide = GemmConfig()
-    return {
-        "128x256": wide,
-        "128x256 cluster m": replace(wide, cluster=2),
-        "128x128": NARROW,
-    }
+def candidates(rows: int, *, head_size: int | None, is_normed: bool) -> dict[str, Config]:
+    """Returns the configurations worth measuring, by name. is_normed: whether a norm of x may be in the launch."""
+    if rows > FEW_ROWS:
+        wide = GemmConfig()
+        return {"128x256": wide, "128x256 cluster m": replace(wide, cluster=2), "128x128": NARROW}
+    few = GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), warpgroups=1, stages=16)
+    found: dict[str, Config] = {f"{depth} deep": replace(few, tile_k=depth) for depth in (64, 128)}
+    if config := _transposed(head_size):
+        found["transposed"] = replace(config, fuses_norm=False)
+        found |= {"transposed, norm inside": config} if is_normed else {}
+    return found
 
 
-def _transposed(head_size: int | None) -> FewRowsConfig:
-    """Returns the configuration of the transposed product: tiles of a head, or of 128 columns, with a fused norm of x.
+def _transposed(head_size: int | None) -> FewRowsConfig | None:
+    """Returns the transposed product's tiles of a head, or of 128 columns, or None if halves of heads are no groups.
 
-    `primitives/few_rows/TUNING.md` has the measurements of other tilings.
+    A norm of x is in the launch. `primitives/few_rows/TUNING.md` has the measurements of other tilings.
     """
-    mma = MmaConfig(columns=128, depth=128, stages=4, warpgroups=2) if head_size == 128 else None
-    return FewRowsConfig(columns=head_size or 128, depth=64, warpgroups=4, stages=64, fuses_norm=True, mma=mma)
-
-
-def _transposed_cuts(head_size: int | None) -> dict[str, FewRowsConfig]:
-    """Returns that configuration with the norm in its launch and before it."""
-    if not _is_transposable(head_size):
-        return {}
-    inside = _transposed(head_size)
-    found = {
-        "transposed": replace(inside, fuses_norm=False),
-        "transposed, norm inside": replace(inside, mma=None),
-    }
-    return found | ({"transposed, norm inside, shared by warps": inside} if inside.mma else {})
-
-
-def _is_transposable(head_size: int | None) -> bool:
-    """Whether the halves of heads are whole groups of columns."""
-    return head_size is None or head_size in HEAD_SIZES
+    if head_size is not None and head_size not in HEAD_SIZES:
+        return None
+    return FewRowsConfig(columns=head_size or 128, depth=64, warpgroups=4, stages=64, fuses_norm=True)

@@ -9,13 +9,14 @@ launch of their own (`rope/heads.py`): in the accumulator's registers the norm s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops.qkv_projection.config import Config, problem, tuned_config
+from pallas_kernels.ops._products.product import Config
+from pallas_kernels.ops.qkv_projection.config import HeadForm, chosen_config
+from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward
 from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
 from pallas_kernels.ops.rope.heads import HeadArray, launch_heads
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
@@ -24,36 +25,13 @@ from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.few_rows.norm import RowNorm
 from pallas_kernels.primitives.gemm.epilogue import Beside, HeadRotation
 from pallas_kernels.primitives.gemm.kernel import gemm
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadForm:
-    """The static parameters of the heads' norms and rotation.
-
-    size: columns of a head, or None if heads are neither normalised nor rotated. theta: of the rotation, or None.
-    epsilons: of the norms of query and key heads, each None for no norm.
-    """
-
-    size: int | None = None
-    theta: float | None = None
-    epsilons: tuple[float | None, ...] = (None, None)
-
-    @property
-    def is_normed(self) -> bool:
-        """Whether query or key heads are normalised."""
-        return self.epsilons != (None, None)
+from pallas_kernels.primitives.settings import usual_promotion
 
 
 def angle_table(positions: jax.Array, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """Computes cosine and sine of every row's angles, (rows, head_size / 2) float32 each; exact for int32 positions."""
     whole, fraction = turns(head_size, theta)
     return cosine_and_sine(positions.astype(jnp.int32)[:, None], jnp.asarray(whole)[None], jnp.asarray(fraction)[None])
-
-
-def chosen_config(x: jax.Array, weights: Sequence[jax.Array], form: HeadForm) -> Config:
-    """Returns the measured best configuration for x (rows, features), else the untuned one."""
-    known = problem(x, weights, head_size=form.size, is_rotated=form.theta is not None)
-    return tuned_config(known, x.shape[0], head_size=form.size)
 
 
 def qkv_projection_forward(
@@ -88,6 +66,30 @@ def qkv_projection_forward(
     ]
     query, key = launch_heads(heads, positions, size=form.size, theta=form.theta, is_backward=False, name="qkv_heads")
     return (query.array, key.array, value), [None if each.epsilon is None else each.array for each in heads]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def qkv_projection_mosaic(form: HeadForm, x, row_scale, weights, biases, head_scales, positions):
+    """Returns query, key and value; differentiable. Arguments as for `qkv_projection_forward`."""
+    return _forward(form, x, row_scale, weights, biases, head_scales, positions)[0]
+
+
+@usual_promotion
+def _forward(form, x, row_scale, weights, biases, head_scales, positions):
+    operands = {"row_scale": row_scale, "biases": biases, "head_scales": head_scales, "positions": positions}
+    results, products = qkv_projection_forward(x, weights, form=form, **operands)
+    return results, (x, weights, operands, products)
+
+
+@usual_promotion
+def _backward(form, saved, cotangents):
+    x, weights, operands, products = saved
+    gradients = qkv_projection_backward(x, weights, cotangents, form=form, products=products, **operands)
+    dx, dweights, drow_scale, dbiases, dhead_scales = gradients
+    return dx, drow_scale, dweights, dbiases, dhead_scales, None
+
+
+qkv_projection_mosaic.defvjp(_forward, _backward)
 
 
 def _projected(

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops._products.norm import gradient_dtype, scaled_rows, through_row_scale
-from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm
+from pallas_kernels.ops._products.product import product_gradients
+from pallas_kernels.ops.qkv_projection.config import HeadForm
 from pallas_kernels.ops.rope.heads import HeadArray, launch_heads
 from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
-from pallas_kernels.primitives.gradients import input_gradient, weight_gradients
 
 Arrays = tuple[jax.Array, ...]
 OptionalArrays = Sequence[jax.Array | None]
@@ -34,10 +33,7 @@ def qkv_projection_backward(
     Arguments as for `qkv_projection_forward`; cotangents: (rows, outputs) each; products: those that it returned.
     """
     dproducts, dbiases, dscales = _through_heads(cotangents, form, products, biases, head_scales, positions)
-    scaled = scaled_rows(x, row_scale)
-    dweights = weight_gradients(scaled, dproducts)
-    dscaled = input_gradient(dproducts, weights, dtype=gradient_dtype(row_scale))
-    dx, drow_scale = through_row_scale(dscaled, x, row_scale)
+    dx, dweights, drow_scale = product_gradients(x, weights, dproducts, row_scale)
     return dx, dweights, drow_scale, dbiases, dscales
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from pallas_kernels.arguments import Norm, Rope
-from pallas_kernels.ops._products.norm import can_fuse_norm
+from pallas_kernels.ops._products.norm import is_fusable
 from pallas_kernels.ops._products.specs import (
     NORM_ARRAYS,
     norm_arguments,
@@ -20,8 +20,8 @@ from pallas_kernels.ops._products.specs import (
     with_norm,
 )
 from pallas_kernels.ops.qkv_projection.api import qkv_projection
-from pallas_kernels.ops.qkv_projection.config import candidates, problem
-from pallas_kernels.ops.qkv_projection.mosaic_gpu import HeadForm, qkv_projection_forward
+from pallas_kernels.ops.qkv_projection.config import HeadForm, candidates, problem
+from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
 from pallas_kernels.spec_builders import as_taken, both_passes, traffic, variants
 from pallas_kernels.specs import Arguments, ArraySpec, OpSpec
@@ -73,20 +73,16 @@ def _form(called: Mapping[str, Any]) -> HeadForm:
     return HeadForm(size=called["head_size"], theta=None if rope is None else rope.theta, epsilons=epsilons)
 
 
-def _fuses_norm(config: Any, called: Mapping[str, Any]) -> bool:
-    return can_fuse_norm(config, called.get("norm"), called["x"])
-
-
 def _configs(arguments: Arguments):
     called = _as_called(arguments)
-    found = candidates(rows_of(arguments), head_size=called["head_size"]).items()
-    return {name: c for name, c in found if _fuses_norm(c, called) == getattr(c, "fuses_norm", False)}
+    is_normed = is_fusable(called.get("norm"), called["x"])
+    return candidates(rows_of(arguments), head_size=called["head_size"], is_normed=is_normed)
 
 
 def _forward(*, config, **arguments):
     called = _as_called(arguments)
     x, rope = called["x"], called.get("rope")
-    rows, options = normed(x, called.get("norm"), is_fused=_fuses_norm(config, called))
+    rows, options = normed(x, called.get("norm"), config)
     options["positions"] = None if rope is None else rope.positions.reshape(-1)
     options["head_scales"] = tuple(arguments.get(name) for name in _SCALES)
     options["biases"] = called.get("bias", (None,) * 3)

@@ -27,7 +27,7 @@ from pallas_kernels.ops.quantized_linear.weight import GROUP_SIZES, QuantizedWei
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES
-from pallas_kernels.primitives.integer_gemm.packing import SPAN, is_packed_dtype
+from pallas_kernels.primitives.integers import SPAN, is_packed_dtype
 from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 

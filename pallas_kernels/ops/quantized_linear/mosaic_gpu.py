@@ -12,7 +12,6 @@ from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.integer_gemm.kernel import integer_gemm
-from pallas_kernels.primitives.integer_gemm.mma_kernel import IntegerMmaConfig, integer_mma_product
 
 
 def quantized_linear_forward(
@@ -29,8 +28,7 @@ def quantized_linear_forward(
     x: (rows, features), bfloat16 or float16, few rows if scales are for groups. bias: (outputs,). residual: (rows,
     outputs) of out_dtype.
     """
-    groups = w.scales.shape[0]
-    config = default_config(x.shape[0], w.shape[1], w.shape[0], w.values.dtype, scale_groups=groups)
+    config = default_config(x.shape[0], w.shape[1], w.shape[0], w.values.dtype)
     arguments = {
         "epilogue": Epilogue(activation=activation),
         "bias": bias,
@@ -40,6 +38,4 @@ def quantized_linear_forward(
     }
     if isinstance(config, FewRowsConfig):
         return few_rows_product(x, [w.values], scales=[w.scales], config=config, **arguments)[0]
-    if isinstance(config, IntegerMmaConfig):
-        return integer_mma_product(x, w.values, w.scales[0], config=config, **arguments)
     return integer_gemm(x, w.values, w.scales[0], config=config, **arguments)

@@ -14,7 +14,7 @@ from pallas_kernels.ops.quantized_linear.mosaic_gpu_vjp import quantized_linear_
 from pallas_kernels.ops.quantized_linear.reference import quantized_linear_reference
 from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS
-from pallas_kernels.primitives.integer_gemm.packing import SPAN
+from pallas_kernels.primitives.integers import SPAN
 from pallas_kernels.spec_builders import as_taken, traffic
 from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, OpSpec, array_bytes
 

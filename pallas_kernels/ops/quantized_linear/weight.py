@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.checks import static_integer
-from pallas_kernels.primitives.integer_gemm.packing import SPAN, is_packed_dtype, pack, unpack
+from pallas_kernels.primitives.integers import SPAN, is_packed_dtype, pack, unpack
 from pallas_kernels.primitives.settings import usual_promotion
 
 GROUP_SIZES = (64, 128)
@@ -28,7 +28,7 @@ class QuantizedWeight:
     values: (outputs, features), int8, int4 or uint8, transposed because the kernels take them as the product's left
         operand. On GPUs XLA stores two int4 values in a byte, the even feature in the low half. uint8 holds -127 to 127
         as sign and magnitude, reordered within every 16 features so that kernels need fewer instructions; see
-        `pallas_kernels.primitives.integer_gemm.packing`. uint8 values may be sliced anywhere along the outputs, and at
+        `pallas_kernels.primitives.integers`. uint8 values may be sliced anywhere along the outputs, and at
         multiples of 16 along the features.
     scales: (features / group_size, outputs) float32; (1, outputs) with one scale per output. Neither scales nor values
         have gradients.

@@ -6,27 +6,10 @@ from dataclasses import dataclass, replace
 
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.transposed import GROUP
 
 _RESERVED_BYTES = 3072
 """Shared memory for Mosaic GPU's own scratch (2048), barriers, alignment and a fused norm's values (2776 measured)."""
-GROUP = 64
-"""Columns of the result that the tensor cores compute at a time. They are rows of the transposed product."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MmaConfig:
-    """The tiling of `mma_kernel.py`, whose warps share each step.
-
-    columns: columns of a block, 64 or 128; with rotated heads, the columns of a head.
-    depth: the depth of a step.
-    stages: the number of steps in flight.
-    warpgroups: the number of consumer warpgroups; one more loads.
-    """
-
-    columns: int = GROUP
-    depth: int = 256
-    stages: int = 4
-    warpgroups: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +24,8 @@ class FewRowsConfig:
     splits: the number of blocks of a cluster that share a tile's depth, 1, 2, 4 or 8. They add their sums through each
         other's shared memory, in a fixed order.
     fuses_norm: whether the launch also normalises x's rows, if the operation does so and norm.py supports it.
-    in_parts: whether integers with one scale per output are widened in parts of 64 along the depth, each with a product
-        of its own.
     in_flight: the number of steps, 0 or 1, whose products may be unfinished when a warpgroup goes on to the next; for
         16-bit weights only.
-    mma: the tiling of `mma_kernel.py`, which is used instead if the product has a norm and the tiling fits.
     """
 
     columns: int = 128
@@ -54,9 +34,7 @@ class FewRowsConfig:
     warpgroups: int = 1
     splits: int = 1
     fuses_norm: bool = False
-    in_parts: bool = False
     in_flight: int = 0
-    mma: MmaConfig | None = None
 
     def fitted(self, *, stage_bytes: int, other_bytes: int) -> FewRowsConfig | None:
         """Returns the tiling with as many stages as fit beside `other_bytes`, or None if fewer than two fit."""
@@ -84,64 +62,47 @@ _NEARLY = 0.45
 _MOST_STAGES = 64
 ONE_WARPGROUP = FewRowsConfig(columns=GROUP, depth=256, stages=4)
 """For results with nearly enough tiles for all multiprocessors."""
-SPLIT_INTEGERS = FewRowsConfig(columns=GROUP, depth=256, splits=2, stages=4, in_parts=True)
+SPLIT_INTEGERS = FewRowsConfig(columns=GROUP, depth=256, splits=2, stages=4)
 """For packed integers and results with too few tiles."""
 _NORMED = replace(ONE_WARPGROUP, fuses_norm=True, in_flight=1)
-_NORMED_WIDE = FewRowsConfig(
-    columns=2 * GROUP,
-    warpgroups=2,
-    fuses_norm=True,
-    in_flight=1,
-    mma=MmaConfig(columns=2 * GROUP, depth=128, warpgroups=2),
-)
-"""For one product with a norm."""
+_NORMED_WIDE = FewRowsConfig(columns=2 * GROUP, warpgroups=2, stages=_MOST_STAGES, fuses_norm=True, in_flight=1)
 
 
 def choose_few_rows(
-    rows: int, n: int, k: int, *, weight_bits: int = 16, is_packed: bool = False, products: int = 1
+    rows: int,
+    n: int,
+    k: int,
+    *,
+    weight_bits: int = 16,
+    is_packed: bool = False,
+    products: int = 1,
+    is_normed: bool = False,
 ) -> FewRowsConfig:
     """Chooses the tiling for weights (k, n): the widest tiles that are enough for the multiprocessors.
 
-    is_packed: whether the weights are packed, see `primitives/integer_gemm/packing.py`.
+    is_packed: whether the weights are packed, see `primitives/integers.py`. products: the number of weights.
+    is_normed: whether x's rows are normalised first; the norm is fused where that was measured to be faster.
     """
     device = target_device()
     enough = _WORTH * device.core_count
     groups = -(-n // GROUP)
+    is_nearly = groups >= _NEARLY * device.core_count
+    is_deep_enough = 2048 <= k < _DEEP
     if weight_bits < 16:
         config = _choose_integers(rows, groups, k, weight_bits)
-        is_known = _FEWEST_TOKENS < rows <= _FEW_TOKENS and 2048 <= k < _DEEP and groups >= _NEARLY * device.core_count
-        if is_packed and is_known and config.splits == 2:
-            return SPLIT_INTEGERS
-        return replace(config, in_parts=is_packed)
+        is_known = is_packed and _FEWEST_TOKENS < rows <= _FEW_TOKENS and is_deep_enough and is_nearly
+        return SPLIT_INTEGERS if is_known and config.splits == 2 else config
+    is_fused = is_normed and rows <= MOST_FUSED_NORM_ROWS
+    if is_fused and products == 1 and is_deep_enough and is_nearly and groups <= 2 * device.core_count:
+        return _NORMED if groups <= device.core_count else _NORMED_WIDE
     if groups >= 2 * enough:
-        return FewRowsConfig(columns=2 * GROUP, stages=_MOST_STAGES)
+        return _NORMED_WIDE if is_fused and products > 1 else FewRowsConfig(columns=2 * GROUP, stages=_MOST_STAGES)
     if groups >= enough or device.is_interpreted:  # the interpreter has no stores to another block's memory
         return FewRowsConfig(columns=GROUP, depth=128, warpgroups=2, stages=_MOST_STAGES)
-    is_nearly = groups >= _NEARLY * device.core_count and products == 1
-    if is_nearly and rows <= _FEW_TOKENS and 2048 <= k < _DEEP:
+    if is_nearly and products == 1 and rows <= _FEW_TOKENS and is_deep_enough:
         return ONE_WARPGROUP
     depth = 256 if rows <= _FEW_TOKENS and k >= 2048 else 128
     return FewRowsConfig(columns=GROUP, depth=depth, splits=2, stages=_MOST_STAGES)
-
-
-def choose_normed(rows: int, n: int, k: int) -> FewRowsConfig | None:
-    """Chooses the tiling of one product with a fused norm of x's rows: the narrowest tiles that all run at once.
-
-    Returns None where the fused norm was not measured to be faster than a launch before the product.
-    """
-    cores, groups = target_device().core_count, -(-n // GROUP)
-    if rows > MOST_FUSED_NORM_ROWS or not 2048 <= k < _DEEP:
-        return None
-    if _NEARLY * cores <= groups <= cores:
-        return _NORMED if groups >= _WORTH * cores else replace(_NORMED, mma=MmaConfig())
-    return _NORMED_WIDE if cores < groups <= 2 * cores else None
-
-
-def with_fused_norm(config: FewRowsConfig, rows: int) -> FewRowsConfig:
-    """Returns the tiling of several products, with the norm fused where that was measured to be faster."""
-    if rows > MOST_FUSED_NORM_ROWS or config.columns != 2 * GROUP:
-        return config
-    return replace(config, warpgroups=2, fuses_norm=True, in_flight=1)
 
 
 def _choose_integers(rows: int, groups: int, k: int, bits: int) -> FewRowsConfig:
@@ -178,11 +139,8 @@ def candidates() -> dict[str, FewRowsConfig]:
 
 def fused_norm_candidates() -> dict[str, FewRowsConfig]:
     """Returns the tilings worth measuring with a fused norm, by name."""
-    wide = with_fused_norm(FewRowsConfig(columns=2 * GROUP, stages=_MOST_STAGES), rows=1)
     return {
-        "128 columns, 64 deep, 2 warpgroups, norm inside": wide,
-        "64 columns, 128 deep, 2 warpgroups, norm inside": replace(wide, columns=GROUP, depth=128, stages=4),
+        "128 columns, 64 deep, 2 warpgroups, norm inside": _NORMED_WIDE,
+        "64 columns, 128 deep, 2 warpgroups, norm inside": replace(_NORMED_WIDE, columns=GROUP, depth=128, stages=4),
         "64 columns, 256 deep, norm inside": _NORMED,
-        "64 columns, 256 deep, norm inside, shared by warps": replace(_NORMED, mma=MmaConfig()),
-        "128 columns, 128 deep, norm inside, shared by warps": _NORMED_WIDE,
     }

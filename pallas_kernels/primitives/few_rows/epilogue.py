@@ -17,15 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import compat
-from pallas_kernels.primitives.few_rows.config import GROUP
 from pallas_kernels.primitives.few_rows.heads import Rotation, rotated
 from pallas_kernels.primitives.few_rows.norm import RowNorm
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.integer_gemm.packing import unit
-from pallas_kernels.primitives.row_tiles import RowTiles
-from pallas_kernels.primitives.transposed import load_transposed, store_transposed
+from pallas_kernels.primitives.integers import unit
+from pallas_kernels.primitives.row_tiles import RowTiles, shared
+from pallas_kernels.primitives.transposed import GROUP, load_transposed, store_transposed
 
 
 def _store(
@@ -64,10 +62,6 @@ def _places(problem: Problem, outputs: Sequence[Any], column: jax.Array) -> list
     return [(output, column - first, is_own) for output, (is_own, first) in zip(outputs, owners, strict=True)]
 
 
-_EARLY_TOKENS = 32
-"""Up to this number of rows, angles are computed while the first weights are loaded; more do not fit in registers."""
-
-
 def epilogue_types(problem: Problem) -> dict[str, Any]:
     """Returns the scratch types of `Finish`'s members."""
     others, bundles, groups = problem.others, problem.own_bundles, problem.own_bundles * problem.members
@@ -89,7 +83,7 @@ class Ready:
     """The operands of a group that are loaded before its products.
 
     scales: of the group's columns, for each of the weights; empty without scales.
-    angles: cosines and sines of a head's first half, or None if they are computed later.
+    angles: cosines and sines of a head's first half, or None. They are computed while the first weights are loaded.
     """
 
     scales: Sequence[jax.Array]
@@ -106,10 +100,9 @@ class Place:
     is_last: jax.Array
 
 
-def _along_columns(ref: Any, column: jax.Array, factor: float | None = None) -> jax.Array:
+def _along_columns(ref: Any, column: jax.Array) -> jax.Array:
     values = plgpu.load(ref.at[pl.ds(column, GROUP)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-    values = values.astype(jnp.float32)
-    return values if factor is None else values * factor
+    return values.astype(jnp.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,15 +146,20 @@ class Finish:
                 self._if_own(group, lambda group=group: self._load_residual(group, column))
         starts = [column + group * GROUP for group in range(self.problem.groups)]
         scales = self.extras.get("scales", ())
-        factor = 1 / unit(self.problem.dtype) if self.problem.is_packed else None
+        factor = 1 / unit(self.problem.weight_dtype, self.problem.dtype)
         bias = self.extras.get("bias")
-        is_early = self.rotation is not None and self.problem.tokens <= _EARLY_TOKENS
-        firsts = [bundle[0] for bundle in self.problem.bundles] if is_early else ()
+        firsts = [bundle[0] for bundle in self.problem.bundles]
+
+        def angles(group: int) -> tuple[jax.Array, jax.Array] | None:
+            if self.rotation is None or group not in firsts:
+                return None
+            return self.rotation.load(self.extras, group, self.problem.tokens)
+
         return [
             Ready(
-                scales=[_along_columns(ref, start, factor) for ref in scales],
+                scales=[_along_columns(ref, start) * factor for ref in scales],
                 bias=None if bias is None else _along_columns(bias, start),
-                angles=self._angles(group) if group in firsts else None,
+                angles=angles(group),
             )
             for group, start in enumerate(starts)
         ]
@@ -256,8 +254,8 @@ class Finish:
             for i, (slot, own) in enumerate(zip(slots, ready, strict=True))
         ]
         if self.rotation is not None:
-            cosine, sine = ready[0].angles or self._angles(self.problem.bundles[number][0])
-            end = self.problem.spans[-1][0]
+            assert ready[0].angles is not None
+            (cosine, sine), end = ready[0].angles, self.problem.spans[-1][0]
             values = [(half,) for half in rotated([half for (half,) in values], cosine, sine, columns[0], end)]
         if self.squares is not None:
             for (first, *_), column in zip(values, columns, strict=True):
@@ -283,10 +281,6 @@ class Finish:
             residual=residual,
             dtype=self.outputs[0].dtype,
         )
-
-    def _angles(self, group: int) -> tuple[jax.Array, jax.Array]:
-        assert self.rotation is not None
-        return self.rotation.load(self.extras, group, self.problem.tokens)
 
     def _load_residual(self, group: int, column: jax.Array) -> None:
         assert self.residual is not None

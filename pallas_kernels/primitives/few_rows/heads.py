@@ -16,7 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.primitives.few_rows.config import GROUP
+from pallas_kernels.primitives.transposed import GROUP
 
 HEAD_SIZES = (128, 256)
 """Head sizes whose halves are whole groups of columns."""

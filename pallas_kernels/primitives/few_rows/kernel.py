@@ -19,18 +19,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig, choose_few_rows
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig, choose_few_rows
 from pallas_kernels.primitives.few_rows.epilogue import Finish, Place, epilogue_types
 from pallas_kernels.primitives.few_rows.heads import Rotation
-from pallas_kernels.primitives.few_rows.mma_kernel import fits, mma_product
 from pallas_kernels.primitives.few_rows.norm import RowNorm, no_squares, scaled
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.few_rows.weights import load_weights, multiply_groups, multiply_whole, ring_types
 from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
+from pallas_kernels.primitives.gemm.operands import added_lines, padded_vector, whole_groups
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.sharing import without_values
+from pallas_kernels.primitives.transposed import GROUP
 
 
 def few_rows_product(
@@ -52,13 +52,13 @@ def few_rows_product(
 ) -> tuple[jax.Array, ...]:
     """Returns the epilogue's results, each (rows, N); the first in `out_dtype`, kept products in x's dtype.
 
-    Weights that lie side by side have a result each, (rows, own N). With `row_squares`, the sums of the rounded
-    result's squares over every 64 columns follow: (N / 64, rows) float32.
+    Weights that lie side by side have a result each, (rows, own N). With `row_squares`, the row sums of the rounded
+    result's squares follow: (rows,) float32.
 
     Args:
         x: (rows, K), at most 64 rows, bfloat16 or float16; K a multiple of 64.
         weights: each (K, N), of x's dtype; N a multiple of 64. With `scales`, each (N, K) of dtype int8 or int4, or
-            uint8 in the order of `primitives/integer_gemm/packing.py`.
+            uint8 packed (`primitives/integers.py`).
         scales: for each of the weights, float32 factors (groups, N). There is one group for the whole depth, or a group
             for every 64 or 128 values along K.
         epilogue: the operations after the product; None: none.
@@ -89,31 +89,13 @@ def few_rows_product(
         raise ValueError("few_rows_product: only weights beside each other are rotated.")
     rows = x.shape[0]
     widths = tuple(w.shape[0 if scales else 1] for w in weights)
-    cut, head_size = config and config.mma, 0 if rotation is None else rotation.size
-    is_plain = not (row_squares or epilogue.gated) and (bias is None or bias.dtype.itemsize > 1)
-    is_known = is_plain and is_concatenated == (head_size > 0)
-    if cut and norm and is_known and fits(cut, rows, widths, x.shape[1], norm, head_size):
-        return mma_product(
-            x,
-            weights,
-            epilogue=epilogue,
-            bias=bias,
-            residual=residual,
-            norm=norm,
-            rotation=rotation,
-            out_dtype=jnp.dtype(out_dtype or x.dtype),
-            cut=cut,
-            name=name,
-        )
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if out_dtype.itemsize > 2:  # a panel of 64 columns would be wider than TMA's swizzle
         x = whole_groups(x)
         residual = None if residual is None else whole_groups(residual)
     products = 1 if is_concatenated else len(weights)
-    count = epilogue.outputs(products)
     bits = jnp.iinfo(weights[0].dtype).bits if scales else 16
     width = sum(widths) if is_concatenated else widths[0]
-    kept = products if epilogue.keeps_products else 0
     problem = Problem.of(
         rows=x.shape[0],
         widths=widths if is_concatenated else widths[:1],
@@ -122,7 +104,7 @@ def few_rows_product(
         weight_dtype=weights[0].dtype,
         scale_groups=scales[0].shape[0] if scales else 0,
         products=products,
-        out_dtypes=(out_dtype,) * (count - kept) + (x.dtype,) * kept,
+        out_dtypes=tuple(epilogue.dtypes(products, out_dtype, x.dtype)),
         residual_dtype=None if residual is None else out_dtype,
         has_squares=row_squares,
         config=config or choose_few_rows(rows, width, x.shape[1], weight_bits=bits, products=products),
@@ -130,9 +112,9 @@ def few_rows_product(
         is_normed=norm is not None,
         norm_itemsize=0 if norm is None or norm.scale is None else norm.scale.dtype.itemsize,
     )
-    is_waiting = problem.is_quantized and not problem.is_grouped
+    has_output_scales = problem.is_quantized and not problem.is_grouped
     operands = {
-        "scales": [padded_vector(scale[0], problem.config.columns) for scale in scales] if is_waiting else None,
+        "scales": [padded_vector(scale[0], problem.config.columns) for scale in scales] if has_output_scales else None,
         "bias": padded_vector(bias, problem.config.columns),
         "scale": padded_vector(row_scale, problem.tokens),
         "residual": residual,
@@ -144,9 +126,9 @@ def few_rows_product(
     extras = {key: value for key, value in operands.items() if value is not None}
     tiled = {"w": list(weights), "scales": list(scales) if problem.is_grouped else []}
     outputs = _launch(problem, epilogue, without_values(norm), without_values(rotation), x, tiled, extras, name)
-    cut = [output[:rows] for output in outputs[: len(outputs) - row_squares]]
-    cut += [outputs[-1][:, :rows]] if row_squares else []
-    return tuple(varying_like(output, *jax.tree.leaves((x, tiled, extras))) for output in cut)
+    results = [output[:rows] for output in outputs[: len(outputs) - row_squares]]
+    results += [added_lines(outputs[-1][:, :rows])] if row_squares else []
+    return tuple(varying_like(result, *jax.tree.leaves((x, tiled, extras))) for result in results)
 
 
 def _launch(
@@ -172,7 +154,7 @@ def _launch(
         clusters = min(clusters, target_device().core_count)
 
     def body(x_ref, w_refs, extra_refs, *refs):
-        outputs, (ring, finishing, norming) = refs[: len(out_type)], refs[len(out_type) :]
+        outputs, (ring, epilogue_refs, norm_refs) = refs[: len(out_type)], refs[len(out_type) :]
         ring = {**ring, "x": problem.x_form.tiles(ring["x"])}
         first_tile = lax.axis_index("block")
         rank = lax.axis_index("cluster") if config.splits > 1 else jnp.int32(0)
@@ -206,9 +188,7 @@ def _launch(
                 load_x()
 
         if norm is not None:  # before the first weights, or the scale would arrive after all of them
-            block, blocks = first_tile * config.splits + rank, clusters * config.splits
-            pl.when(warpgroup == 0)(partial(_fetch_rows, problem, x_ref, block, blocks))
-            norm.load(extra_refs, norming, rank, warpgroup)
+            norm.load(extra_refs, norm_refs, rank, warpgroup)
         lax.fori_loop(0, jnp.minimum(total, config.stages), lambda number, _: load_step(number), None)
         finish = Finish(
             problem=problem,
@@ -220,7 +200,7 @@ def _launch(
             warpgroup=warpgroup,
             rotation=rotation,
             norm=norm,
-            **_tiles(problem, finishing),
+            **_tiles(problem, epilogue_refs),
         )
 
         def steps(before, work, carry):
@@ -230,7 +210,7 @@ def _launch(
                 carry, squares = both
                 number = before + i
                 stage = first_stage + lax.rem(number, config.stages)
-                scales = None if norm is None else norm.scales(problem, norming, step_of(i) - rank * problem.steps)
+                scales = None if norm is None else norm.scales(problem, norm_refs, step_of(i) - rank * problem.steps)
                 if norm is not None:
                     plgpu.barrier_wait(ring["x_full"].at[stage])
                     squares = scaled(problem, ring["x"].at(stage), scales, squares)
@@ -256,7 +236,7 @@ def _launch(
             before = number * own_steps
             ready = finish.begin(column)
             if norm is not None:
-                pl.when(number == 0)(partial(norm.wait, norming))
+                pl.when(number == 0)(partial(norm.wait, norm_refs))
             place = Place(column=column, is_first=number == 0, is_last=number == tiles - 1)
             shape, count = (GROUP, problem.tokens), problem.products * problem.groups
 
@@ -294,23 +274,10 @@ def _launch(
     return kernel(x, weights, extras)
 
 
-def _tiles(problem: Problem, finishing: dict[str, Any]) -> dict[str, Any]:
-    """Returns `finishing`, of `epilogue_types`, with the tiles of its references to results and to a residual."""
-    pairs = zip(problem.out_dtypes, finishing["results"], strict=True)
+def _tiles(problem: Problem, epilogue_refs: dict[str, Any]) -> dict[str, Any]:
+    """Returns `epilogue_refs`, of `epilogue_types`, with the tiles of its references to results and to a residual."""
+    pairs = zip(problem.out_dtypes, epilogue_refs["results"], strict=True)
     tiles: dict[str, Any] = {"results": [problem.result_form(dtype).tiles(ref) for dtype, ref in pairs]}
     if problem.residual_dtype is not None:
-        tiles["residual"] = problem.result_form(problem.residual_dtype).tiles(finishing["residual"])
-    return {**finishing, **tiles}
-
-
-def _fetch_rows(problem: Problem, x_ref, block: jax.Array, blocks: int) -> None:
-    """Prefetches x into the L2 cache before the first weights; each block fetches other steps.
-
-    Saves 0.1 to 0.2 µs for query, key and value.
-    """
-    config = problem.config
-    steps = config.splits * problem.steps
-    for first in range(0, steps, blocks):
-        step = first + block
-        place = x_ref.at[pl.ds(0 * step, problem.tokens), pl.ds(step * config.depth, config.depth)]
-        pl.when(step < steps)(partial(plgpu.async_prefetch, place))
+        tiles["residual"] = problem.result_form(problem.residual_dtype).tiles(epilogue_refs["residual"])
+    return {**epilogue_refs, **tiles}

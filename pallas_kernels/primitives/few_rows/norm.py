@@ -18,10 +18,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.primitives.few_rows.config import GROUP
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.gemm.operands import padded_vector
 from pallas_kernels.primitives.row_tiles import RowTiles
+from pallas_kernels.primitives.transposed import GROUP
 
 _MOST_LINES = 256
 """The most lines of 64 columns that TMA loads at once."""

@@ -10,10 +10,10 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from pallas_kernels.primitives.few_rows.config import GROUP, FewRowsConfig
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES
-from pallas_kernels.primitives.integer_gemm.packing import is_packed_dtype
 from pallas_kernels.primitives.row_tiles import TileForm
+from pallas_kernels.primitives.transposed import GROUP
 
 _ROWS = 8
 """The tensor cores take groups of eight columns of the right operand, which are rows of x here."""
@@ -144,11 +144,6 @@ class Problem:
     def is_quantized(self) -> bool:
         """Whether the weights are integers with scales."""
         return self.scale_groups > 0
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the weights are packed, see `integer_gemm/packing.py`."""
-        return is_packed_dtype(self.weight_dtype)
 
     @property
     def is_grouped(self) -> bool:

@@ -18,12 +18,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.primitives.few_rows.config import GROUP
 from pallas_kernels.primitives.few_rows.problem import Problem
-from pallas_kernels.primitives.integer_gemm.packing import load_packed, unit, widened_packed
+from pallas_kernels.primitives.integers import is_packed_dtype, load_integers, unit, widened
+from pallas_kernels.primitives.row_tiles import shared
+from pallas_kernels.primitives.transposed import GROUP
 
 _PART = 64
-"""The depth of a part, which is widened while the tensor cores multiply the part before."""
+"""The depth of a part of packed integers, which is widened while the tensor cores multiply the part before."""
 
 
 def ring_types(problem: Problem) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def ring_types(problem: Problem) -> dict[str, Any]:
     tile = (config.columns, config.depth) if problem.is_quantized else (config.depth, config.columns)
     stages = config.warpgroups * config.stages
     types: dict[str, Any] = {
-        "w": [integer_tiles((stages, *tile), problem.weight_dtype) for _ in range(problem.products)],
+        "w": [shared((stages, *tile), problem.weight_dtype) for _ in range(problem.products)],
         "x": problem.x_form.scratch(stages, problem.tokens),
     }
     copies = problem.copies
@@ -47,17 +48,6 @@ def ring_types(problem: Problem) -> dict[str, Any]:
         shape = (stages, problem.groups_a_step, config.columns)
         types["scales"] = [plgpu.SMEM(shape, jnp.float32) for _ in range(problem.products)]
     return types
-
-
-def integer_tiles(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Returns the scratch type of tiles of any dtype, including four-bit integers."""
-    bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8 * dtype.itemsize
-    swizzle = plgpu.find_swizzle(shape[-1] * bits)
-    transforms = (
-        plgpu.TilingTransform((8, 8 * swizzle // bits)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def load_weights(
@@ -84,6 +74,7 @@ def load_weights(
 def multiply_whole(problem: Problem, ring: Mapping[str, Any], stage, accumulators: Sequence[Any]) -> None:
     """Adds a step's products to the accumulators of 64 columns each: those of the first weights, then of the next."""
     accumulators, x = list(accumulators), ring["x"].at(stage)
+    part = _PART if is_packed_dtype(problem.weight_dtype) else None
     for buffer in ring["w"]:
         for group in range(problem.groups):
             columns, accumulator = pl.ds(group * GROUP, GROUP), accumulators.pop(0)
@@ -92,9 +83,9 @@ def multiply_whole(problem: Problem, ring: Mapping[str, Any], stage, accumulator
                     own = buffer.at[stage, pl.ds(start, rows.shape[1]), columns]
                     plgpu.wgmma(accumulator, own.transpose((1, 0)), rows.transpose((1, 0)))
                 continue
-            integers = _integers(problem, buffer.at[stage, columns])
-            for start, rows in x.panels(_PART if problem.config.in_parts else None):
-                left = _left(problem, integers[:, start : start + rows.shape[1]])
+            integers = load_integers(buffer.at[stage, columns])
+            for start, rows in x.panels(part):
+                left = widened(integers[:, start : start + rows.shape[1]], problem.dtype)
                 plgpu.wgmma(accumulator, left, rows.transpose((1, 0)))
 
 
@@ -107,10 +98,10 @@ def multiply_groups(problem: Problem, ring: Mapping[str, Any], stage, sums: Sequ
     for i in range(len(sums)):
         product, group = divmod(i, problem.groups)
         columns = pl.ds(group * GROUP, GROUP)
-        integers = _integers(problem, ring["w"][product].at[stage, columns])
+        integers = load_integers(ring["w"][product].at[stage, columns])
         for part in range(problem.groups_a_step):
             own = panels[part * count : (part + 1) * count]
-            lefts = [_left(problem, integers[:, start : start + rows.shape[1]]) for start, rows in own]
+            lefts = [widened(integers[:, start : start + rows.shape[1]], problem.dtype) for start, rows in own]
 
             def one(accumulator, lefts=lefts, own=own):
                 for left, (_, rows) in zip(lefts, own, strict=True):
@@ -120,29 +111,6 @@ def multiply_groups(problem: Problem, ring: Mapping[str, Any], stage, sums: Sequ
             value = pl.run_scoped(one, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
             ref = ring["scales"][product].at[stage, part, columns]
             scale = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            if problem.is_packed:
-                scale = scale / unit(problem.dtype)
+            scale = scale / unit(problem.weight_dtype, problem.dtype)
             sums[i] = sums[i] + value * lax.broadcast_in_dim(scale, shape, (0,))
     return sums
-
-
-def load_integers(ref: Any, bits: int) -> jax.Array:
-    """Loads integers (64 columns, depth) to registers, in a layout with wide loads."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_4X if bits == 4 else plgpu.Layout.WGMMA_UPCAST_2X)
-
-
-def widened(integers: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Widens integers to 16-bit values by way of bfloat16, for which Mosaic GPU has a fast conversion."""
-    return integers.astype(jnp.bfloat16).astype(dtype)
-
-
-def _integers(problem: Problem, ref: Any) -> jax.Array:
-    """Loads integers to registers in the layout that `_left` takes."""
-    if problem.is_packed:
-        return load_packed(ref)
-    return plgpu.layout_cast(load_integers(ref, problem.weight_bits), plgpu.Layout.WGMMA)
-
-
-def _left(problem: Problem, integers: jax.Array) -> jax.Array:
-    """Widens integers to the left operand of the tensor cores."""
-    return widened_packed(integers, problem.dtype) if problem.is_packed else widened(integers, problem.dtype)

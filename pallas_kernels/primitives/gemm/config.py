@@ -71,14 +71,12 @@ class GemmConfig:
         """Registers of each consumer thread."""
         return min(_MOST_REGISTERS, (_REGISTERS - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8)
 
-    def fitted(self, *, itemsize: int, operands: tuple[int, int], products: int, stored_bytes: int) -> GemmConfig:
+    def fitted(self, *, itemsize: int, stored_bytes: int, products: int = 1) -> GemmConfig:
         """Returns the configuration with as many stages as fit in shared memory.
 
-        operands: the numbers of left and right arrays. products: the number of accumulators. stored_bytes: bytes of one
-        element, summed over all results.
+        stored_bytes: bytes of one element, summed over all results. products: the number of accumulators.
         """
-        rows, columns = operands[0] * self.tile_m, operands[1] * self.tile_n // products
-        stage = (rows + columns) * self.tile_k * itemsize
+        stage = (self.tile_m + self.tile_n) * self.tile_k * itemsize
         width = self.tile_n // products
         columns = min(self.store_columns, width)
         store = self.warpgroups * min(self.store_slots, width // columns) * self.warpgroup_rows * columns * stored_bytes
@@ -141,58 +139,39 @@ def fills(m: int, n: int, *, accumulators: int = 1) -> bool:
     return units / (-(-units // cores) * cores) > WORTH
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProductCost:
-    """Estimates of a (rows, outputs) product's time on Hopper, to choose between the kernel and XLA.
+def estimated_us(
+    rows: int,
+    outputs: int,
+    features: int,
+    config: GemmConfig,
+    *,
+    products: int = 1,
+    read_bytes: int = 0,
+    written_bytes: int,
+    is_fused: bool = False,
+) -> tuple[float, float]:
+    """Estimates the times of products (rows, outputs) on Hopper, by the kernel and by XLA, in microseconds.
 
     The kernel takes as long as its waves of tiles, or as its bytes. XLA's product takes as long as its operations or
     bytes, whatever its tiles, and what XLA does not fuse is another pass over the product. The rates were set
     by hand from calls on an H200; `scripts/check_product_costs.py` compares the estimates with what was measured.
 
-    accumulators: the number of products, each with `outputs` columns.
-    read_bytes, written_bytes: of what is read beside the operands, and of the result.
-    is_fused: whether XLA's product writes the result.
+    products: how many, each with `outputs` columns. read_bytes, written_bytes: of what the epilogue reads, and of the
+    result. is_fused: whether XLA's product writes the result.
     """
+    columns, cores, itemsize = outputs * products, target_device().core_count, 2
+    operand_bytes, product_bytes = itemsize * features * (rows + columns), itemsize * rows * columns
+    waves = -(-_units(config, rows, columns) // cores)
+    computed = waves * cores * config.tile_m * sum(config.strip)
+    rate = _WIDE_RATE if config.tile_n >= _WIDE_TILE or waves == 1 else _NARROW_RATE
+    moved_us = operand_bytes / _PRODUCT_BYTES + (read_bytes + written_bytes) / _EPILOGUE_BYTES
+    kernel_us = _LAUNCH_US + max(2.0 * computed * features / rate, moved_us)
 
-    rows: int
-    outputs: int
-    features: int
-    accumulators: int = 1
-    itemsize: int = 2
-    read_bytes: int = 0
-    written_bytes: int
-    is_fused: bool = False
-
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of all products."""
-        return 2.0 * self.rows * self.outputs * self.accumulators * self.features
-
-    def estimate(self, config: GemmConfig) -> tuple[float, float]:
-        """Returns the estimated times of the kernel and of XLA, in microseconds."""
-        return self._kernel_us(config), self._xla_us
-
-    def _kernel_us(self, config: GemmConfig) -> float:
-        columns, cores = self.outputs * self.accumulators, target_device().core_count
-        waves = -(-_units(config, self.rows, columns) // cores)
-        computed = waves * cores * config.tile_m * sum(config.strip)
-        rate = _WIDE_RATE if config.tile_n >= _WIDE_TILE or waves == 1 else _NARROW_RATE
-        epilogue = (self.read_bytes + self.written_bytes) / _EPILOGUE_BYTES
-        return _LAUNCH_US + max(2.0 * computed * self.features / rate, self._operand_bytes / _PRODUCT_BYTES + epilogue)
-
-    @property
-    def _xla_us(self) -> float:
-        product = self.itemsize * self.rows * self.outputs * self.accumulators
-        written = self.written_bytes + self.read_bytes if self.is_fused else product
-        operands = self._operand_bytes + (self.accumulators - 1) * self.itemsize * self.rows * self.features
-        pass_bytes = 0 if self.is_fused else product + self.read_bytes + self.written_bytes
-        launches = self.accumulators + (not self.is_fused)
-        product_us = max(self.flops / _XLA_RATE, (operands + written) / _PRODUCT_BYTES)
-        return launches * _LAUNCH_US + product_us + pass_bytes / _PASS_BYTES
-
-    @property
-    def _operand_bytes(self) -> int:
-        return self.itemsize * self.features * (self.rows + self.outputs * self.accumulators)
+    written = written_bytes + read_bytes if is_fused else product_bytes
+    pass_bytes = 0 if is_fused else product_bytes + read_bytes + written_bytes
+    xla_bytes = operand_bytes + (products - 1) * itemsize * rows * features + written
+    xla_us = max(2.0 * rows * columns * features / _XLA_RATE, xla_bytes / _PRODUCT_BYTES)
+    return kernel_us, (products + (not is_fused)) * _LAUNCH_US + xla_us + pass_bytes / _PASS_BYTES
 
 
 def _few_rows(n: int, accumulators: int) -> GemmConfig:

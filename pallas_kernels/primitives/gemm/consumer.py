@@ -23,13 +23,13 @@ def consume(problem: Problem, ring: Ring, stores: Sequence[Store], warpgroup: ja
     stores: one for each of `Problem.widths`.
     """
     first_row = warpgroup * problem.config.warpgroup_rows
-    consumer = _Consumer(problem=problem, ring=ring, stores=stores, first_row=first_row)
+    consumer = Consumer(problem=problem, ring=ring, stores=stores, first_row=first_row)
     for_each_tile(problem, consumer.tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Consumer:
+class Consumer:
     """One consumer warpgroup. first_row: the first row of a tile that it computes."""
 
     problem: Problem
@@ -49,7 +49,7 @@ class _Consumer:
 
         def multiply(*accumulators):
             issue = partial(self._issue, columns, accumulators)
-            products = len(self.problem.products) * self.problem.a_form.panels
+            products = self.problem.accumulators * self.problem.a_form.panels
             run_steps(self.ring, issue, self.problem.steps, before, products=products)
             values = [accumulator[...] for accumulator in accumulators]
             release_last(self.ring, self.problem.steps, before)
@@ -60,13 +60,13 @@ class _Consumer:
         pl.run_scoped(multiply, *types)
 
     def _issue(self, columns: int, accumulators: Sequence[Any], _, stage: jax.Array) -> None:
-        for left, right, accumulator in self.problem.products:
-            for a, b in self._operands(columns, stage, left, right):
-                plgpu.wgmma(accumulators[accumulator], a, b)
+        for accumulator, right in zip(accumulators, self.ring.b, strict=True):
+            for a, b in self._operands(columns, stage, right):
+                plgpu.wgmma(accumulator, a, b)
 
-    def _operands(self, columns: int, stage: jax.Array, left: int, right: int) -> Iterator[tuple[Any, Any]]:
-        """Yields the warpgroup's rows of a left tile's panels, and the tile's columns of a right tile's, in a stage."""
-        problem, tile, b = self.problem, self.ring.a[left].at(stage), self.ring.b[right].at[stage]
+    def _operands(self, columns: int, stage: jax.Array, right: Any) -> Iterator[tuple[Any, Any]]:
+        """Yields the warpgroup's rows of the left tile's panels, and the tile's columns of the right tile's."""
+        problem, tile, b = self.problem, self.ring.a.at(stage), right.at[stage]
         if columns != problem.columns:
             b = b.at[ordered(slice(None), pl.ds(0, columns), problem.transpose_b)]
         rows = pl.ds(self.first_row, problem.config.warpgroup_rows)

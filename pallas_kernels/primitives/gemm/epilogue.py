@@ -25,14 +25,9 @@ class Epilogue:
     gated: bool = False
     keeps_products: bool = False
 
-    def outputs(self, products: int) -> int:
-        """Returns the number of results of a kernel with this number of products."""
-        return (1 if self.gated else products) + (products if self.keeps_products else 0)
-
     def dtypes(self, products: int, result: jnp.dtype, kept: jnp.dtype) -> list[jnp.dtype]:
         """Returns the dtype of each result: `result`, or `kept` for the products that are kept."""
-        count = products if self.keeps_products else 0
-        return [result] * (self.outputs(products) - count) + [kept] * count
+        return [result] * (1 if self.gated else products) + [kept] * (products if self.keeps_products else 0)
 
     def apply(
         self,
@@ -59,10 +54,6 @@ class Epilogue:
         if residual is not None:
             values[0] = values[0] + residual
         return (*values, *(products if self.keeps_products else ()))
-
-
-HEAD_SIZES = (64, 128, 256)
-"""Head sizes that fill tiles with whole heads, in pieces that TMA can store."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,21 +14,21 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.gemm.problem import Problem
-from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.row_tiles import RowTiles
+from pallas_kernels.primitives.row_tiles import RowTiles, shared
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The ring of operands in shared memory: each stage holds one tile of every operand.
+    """The ring of operands in shared memory: each stage holds a tile of the left operand and of each right one.
 
     full: one barrier per stage, passed when all of the stage's tiles have arrived.
     empty: one barrier per stage, passed when every consumer is done with the stage.
     """
 
     problem: Problem
-    a: Sequence[RowTiles]
+    a: RowTiles
     b: Sequence[Any]
     full: Any
     empty: Any
@@ -36,19 +36,19 @@ class Ring:
     @classmethod
     def of(cls, problem: Problem, refs: Mapping[str, Any]) -> Ring:
         """Returns the ring of references to the scratch of `ring_types`."""
-        return cls(problem=problem, **{**refs, "a": [problem.a_form.tiles(ref) for ref in refs["a"]]})
+        return cls(problem=problem, **{**refs, "a": problem.a_form.tiles(refs["a"])})
 
 
-def ring_types(problem: Problem, lefts: int, rights: int) -> dict[str, Any]:
-    """Returns the scratch types of `Ring`'s members. lefts, rights: the numbers of operands."""
-    config = problem.config
+def ring_types(problem: Problem) -> dict[str, Any]:
+    """Returns the scratch types of `Ring`'s members."""
+    config, rights = problem.config, problem.accumulators
     barrier = plgpu.Barrier
     if config.cluster > 1:
         barrier = partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     return {
-        "a": [problem.a_form.scratch(config.stages, problem.a_block[0]) for _ in range(lefts)],
+        "a": problem.a_form.scratch(config.stages, problem.a_block[0]),
         "b": [shared((config.stages, *problem.b_block), problem.dtype, swizzle=problem.swizzle) for _ in range(rights)],
-        "full": plgpu.Barrier(num_arrivals=lefts * problem.a_form.copies + rights, num_barriers=config.stages),
+        "full": plgpu.Barrier(num_arrivals=problem.a_form.copies + rights, num_barriers=config.stages),
         "empty": barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
     }
 
@@ -73,12 +73,9 @@ def for_each_tile(problem: Problem, work: Callable[..., None]) -> jax.Array:
     return steps  # pyright: ignore[reportReturnType]: the decorator gives the last carry
 
 
-def for_each_of_strip(problem: Problem, work, column: jax.Array, before: jax.Array, steps: int | None = None):
-    """Calls `work(column, columns, before)` for each tile of the strip at `column`; returns the steps so far.
-
-    steps: steps of a tile, if not the problem's.
-    """
-    steps = problem.steps if steps is None else steps
+def for_each_of_strip(problem: Problem, work: Callable[..., None], column: jax.Array, before: jax.Array) -> jax.Array:
+    """Calls `work(column, columns, before)` for each tile of the strip at `column`; returns the steps so far."""
+    steps = problem.steps
 
     def tiles(count, columns, column, before):
         def nth(n, _):
@@ -93,18 +90,6 @@ def for_each_of_strip(problem: Problem, work, column: jax.Array, before: jax.Arr
     return before
 
 
-def drain(barriers: Any, count: int, steps: jax.Array) -> None:
-    """Waits once more for each of `count` barriers that were used in turn over the steps.
-
-    Every arrival must be waited for, and no block of a cluster may exit early.
-    """
-
-    def one(i, _):
-        plgpu.barrier_wait(barriers.at[lax.rem(i, count)])
-
-    lax.fori_loop(jnp.maximum(steps - count, 0), steps, one, None)
-
-
 def ordered(first: Any, second: Any, is_transposed: bool) -> tuple[Any, Any]:
     """Returns two sizes or indices in the order in which the array lies in memory."""
     return (second, first) if is_transposed else (first, second)
@@ -112,30 +97,37 @@ def ordered(first: Any, second: Any, is_transposed: bool) -> tuple[Any, Any]:
 
 def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring: Ring) -> None:
     """Loads the operands of every step of every tile as soon as a stage is free."""
-    producer = _Producer(problem=problem, ring=ring, a=a_refs, b=b_refs)
+    producer = Producer(problem=problem, ring=ring, a=a_refs, b=b_refs)
     drain(ring.empty, problem.config.stages, for_each_tile(problem, producer.tile))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Producer:
-    """The producer. a, b: the operands in device memory."""
+class Producer:
+    """The producer.
+
+    a, b: the operands in device memory. before_last_part: called with a tile's first row before the last of
+    `Problem.depths` is loaded for it, or None.
+    """
 
     problem: Problem
     ring: Ring
     a: Sequence[Any]
     b: Sequence[Any]
+    before_last_part: Callable[[jax.Array], None] | None = None
+
+    def free_stage(self, step: jax.Array) -> jax.Array:
+        """Returns the stage of a step, once it is free; steps are counted over all of the block's tiles."""
+        stages = self.problem.config.stages
+        stage = lax.rem(step, stages)
+        pl.when(step >= stages)(lambda: plgpu.barrier_wait(self.ring.empty.at[stage]))
+        return stage
 
     def tile(self, row: jax.Array, column: jax.Array, _, before: jax.Array) -> None:
+        """Loads the operands of a tile's steps."""
         config, steps = self.problem.config, self.problem.steps
-        stages = config.stages
 
         def step(i, _):
-            stage = lax.rem(before + i, stages)
-
-            @pl.when(before + i >= stages)
-            def _():
-                plgpu.barrier_wait(self.ring.empty.at[stage])
-
+            stage = self.free_stage(before + i)
             place = i
             if config.reverses:
                 is_odd = lax.rem(lax.div(before, steps), 2) == 1
@@ -145,24 +137,29 @@ class _Producer:
                 return
             ends = self.problem.part_ends
             for part, (first, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True)):
-                load = partial(self._load, row, column, place - first, stage, slice(part, part + 1))
-                pl.when((place >= first) & (place < end))(load)
+                pl.when((place >= first) & (place < end))(partial(self._load_part, row, column, place, stage, part))
 
         lax.fori_loop(0, steps, step, None)
 
+    def _load_part(self, row: jax.Array, column: jax.Array, step: jax.Array, stage: jax.Array, part: int) -> None:
+        if self.before_last_part is not None and part == len(self.problem.depths) - 1:
+            self.before_last_part(row)
+        first = (0, *self.problem.part_ends)[part]
+        self._load(row, column, step - first, stage, slice(part, part + 1))
+
     def _load(self, row: jax.Array, column: jax.Array, step: jax.Array, stage: jax.Array, part: slice) -> None:
         depth = pl.ds(step * self.problem.config.tile_k, self.problem.config.tile_k)
-        self._load_left(self.a[part], row, depth, stage)
+        self.load_left(self.a[part][0], row, depth, stage)
         self._load_right(self.b[part], column, depth, stage)
 
-    def _load_left(self, refs: Sequence[Any], row: jax.Array, depth: pl.Slice, stage: jax.Array) -> None:
-        problem, ring = self.problem, self.ring
+    def load_left(self, ref: Any, row: jax.Array, depth: pl.Slice, stage: jax.Array) -> None:
+        """Loads the left operand of a step, for the tile rows from `row` on."""
+        problem = self.problem
         whole = problem.transpose_a or problem.loaded_rows == problem.config.tile_m
         rows = problem.config.tile_m if whole else problem.loaded_rows
         index = ordered(pl.ds(row, rows), depth, problem.transpose_a)
-        for ref, buffer in zip(refs, ring.a, strict=True):
-            place = buffer.at(stage) if whole else buffer.at(stage, rows=pl.ds(0, rows))
-            place.load_async(ref.at[index], ring.full.at[stage])
+        place = self.ring.a.at(stage) if whole else self.ring.a.at(stage, rows=pl.ds(0, rows))
+        place.load_async(ref.at[index], self.ring.full.at[stage])
 
     def _load_right(self, refs: Sequence[Any], column: jax.Array, depth: pl.Slice, stage: jax.Array) -> None:
         problem, ring = self.problem, self.ring
@@ -187,7 +184,6 @@ def run_steps(
     before: jax.Array,
     *,
     products: int = 1,
-    done_with: Callable[[jax.Array], None] | None = None,
 ) -> None:
     """Calls `issue(step, stage)` for each step of a tile, once its operands have arrived.
 
@@ -195,7 +191,6 @@ def run_steps(
     `release_last`.
 
     products: the number of products that `issue` starts.
-    done_with: called with each step that is done; the first numbers may be negative.
     """
     config = ring.problem.config
 
@@ -209,8 +204,6 @@ def run_steps(
             plgpu.barrier_arrive(ring.empty.at[done], predicate=i >= config.in_flight)
         else:
             plgpu.barrier_arrive(ring.empty.at[done])
-        if done_with is not None:
-            done_with(i - config.in_flight)
 
     lax.fori_loop(0, steps, step, None)
 

@@ -14,13 +14,7 @@ from jax import lax
 
 from pallas_kernels.primitives.flop_metadata import Products, product
 from pallas_kernels.primitives.gemm.config import GemmConfig
-from pallas_kernels.primitives.gemm.operands import has_whole_groups
-from pallas_kernels.primitives.row_tiles import TileForm
-
-Product = tuple[int, int, int]
-"""The indices of the left operand, the right operand and the accumulator."""
-
-ONE: tuple[Product, ...] = ((0, 0, 0),)
+from pallas_kernels.primitives.row_tiles import TileForm, has_whole_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +23,7 @@ class Problem:
 
     widths: columns of the result. If right operands lie side by side, columns of each: each has a result of its own,
         and together they fill one row of tiles.
+    accumulators: the number of right operands that are multiplied in one tile, with an accumulator each.
     depths: depth of each pair of a left and a right operand, if pairs follow one another along the depth; else empty.
     """
 
@@ -36,21 +31,16 @@ class Problem:
     widths: tuple[int, ...]
     k: int
     dtype: jnp.dtype
-    products: tuple[Product, ...]
-    transpose_a: bool
-    transpose_b: bool
     config: GemmConfig
+    accumulators: int = 1
+    transpose_a: bool = False
+    transpose_b: bool = False
     depths: tuple[int, ...] = ()
-
-    @property
-    def accumulators(self) -> int:
-        """The number of accumulators."""
-        return 1 + max(product[2] for product in self.products)
 
     @property
     def flops(self) -> Products:
         """The FLOPs of the launch, for its metadata."""
-        return product(self.m, sum(self.widths), self.k, self.dtype).times(len(self.products))
+        return product(self.m, sum(self.widths), self.k, self.dtype).times(self.accumulators)
 
     @property
     def columns(self) -> int:

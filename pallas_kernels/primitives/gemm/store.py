@@ -44,11 +44,12 @@ class Pieces:
         config = problem.config
         width = problem.columns
         columns = min(config.store_columns, width, most_columns or width)
+        slots = min(config.store_slots, width // columns)
         return cls(
             rows=config.warpgroup_rows,
             width=width,
             columns=columns,
-            slots=min(config.store_slots, width // columns),
+            slots=1 if width // columns % slots else slots,  # every tile begins with the first
             in_panels=problem.in_panels,
         )
 

@@ -1,15 +1,27 @@
-"""The tiling of a product with integer weights."""
+"""The tiling of a product with integer weights, and the problem of one launch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
 from pallas_kernels.primitives.gemm.config import SHARED_BYTES
+from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES
+from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.row_tiles import TileForm
+from pallas_kernels.primitives.transposed import GROUP
 
 _RESERVED_BYTES = 2048
 """Shared memory for barriers, alignment and Mosaic GPU's own scratch."""
-GROUP = 64
-"""Columns of the result that a warpgroup computes. They are rows of the tensor cores' transposed product."""
+PIECE = 64
+"""Rows of a stored piece of the result. Pieces of 32 rows spill with tiles of 256."""
+_STRIP = 8
+"""Tiles along the rows before the next columns; tiles near in time share operands in the L2 cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,39 +30,75 @@ class IntegerGemmConfig:
 
     rows: rows of a tile, at most 256. They are columns of the tensor cores' transposed product.
     warpgroups: the number of consumer warpgroups, two or three; one more loads the operands.
-    depth: the depth of a step.
+    depth: the depth of a step, a multiple of 64.
     stages: the number of steps whose operands are in shared memory at once; fewer if they do not fit.
-    in_parts: whether a step is widened in parts of 64, at least two, while the tensor cores multiply the part before.
-    last_rows: the height of the last tiles, if the last wave would leave blocks idle and no block then gets more than
-        one such tile; 0: all tiles have the same height.
-    has_work_split: whether tiles of `rows`, three quarters of `rows` and half of `rows` are assigned so that all blocks
-        have about as many rows. It needs a result of twice `rows`, and columns that divide evenly; see
-        `problem.WorkSplit`.
-    cluster: the number of blocks, 1 or 2, that are neighbours along the columns and load x's tile once, by multicast.
-    group: the number of tiles along the rows before the next columns.
-    store_rows, store_slots: rows of a stored piece of the result, and buffers of each warpgroup for such pieces.
     """
 
-    rows: int = 256
+    rows: int = 128
     warpgroups: int = 2
-    depth: int = 64
-    stages: int = 6
-    in_parts: bool = False
-    last_rows: int = 0
-    has_work_split: bool = False
-    cluster: int = 1
-    group: int = 8
-    store_rows: int = 64
-    store_slots: int = 2
+    depth: int = 128
+    stages: int = 12
 
     @property
     def columns(self) -> int:
         """Columns of a tile."""
         return GROUP * self.warpgroups
 
+    @property
+    def slots(self) -> int:
+        """Buffers of each warpgroup for stored pieces: two, if the pieces of a tile come in pairs."""
+        return 1 + (pl.cdiv(self.rows, PIECE) % 2 == 0)
+
     def fitted(self, *, weight_bits: int, itemsize: int, out_itemsize: int) -> IntegerGemmConfig:
         """Returns the configuration with as many stages as fit in shared memory."""
-        slots = min(self.store_slots, self.rows // self.store_rows)
         stage = self.depth * (self.columns * weight_bits // 8 + self.rows * itemsize)
-        left = SHARED_BYTES - _RESERVED_BYTES - self.columns * self.store_rows * slots * out_itemsize
-        return replace(self, store_slots=slots, stages=max(2, min(self.stages, left // stage)))
+        left = SHARED_BYTES - _RESERVED_BYTES - self.slots * self.columns * PIECE * out_itemsize
+        return replace(self, stages=max(2, min(self.stages, left // stage)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One launch without its arrays. integers: the weights' dtype."""
+
+    m: int
+    n: int
+    k: int
+    integers: jnp.dtype
+    dtype: jnp.dtype
+    config: IntegerGemmConfig
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The number of tiles along the rows and along the columns."""
+        return pl.cdiv(self.m, self.config.rows), pl.cdiv(self.n, self.config.columns)
+
+    @property
+    def blocks(self) -> int:
+        """The number of persistent blocks: one per multiprocessor, but no more than tiles."""
+        return max(1, min(target_device().core_count, self.grid[0] * self.grid[1]))
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of a tile."""
+        return pl.cdiv(self.k, self.config.depth)
+
+    @property
+    def x_form(self) -> TileForm:
+        """Shared-memory layout of x's tiles."""
+        return TileForm.of(self.m, size=self.config.depth, dtype=self.dtype, swizzle=SWIZZLE_BYTES)
+
+    def result_form(self, dtype: jnp.dtype) -> TileForm:
+        """Shared-memory layout of a piece of the result or residual."""
+        return TileForm.of(self.m, size=GROUP, dtype=dtype)
+
+    def for_each_tile(self, work: Callable[[jax.Array, jax.Array, jax.Array], None]) -> jax.Array:
+        """Calls `work(row, column, steps of earlier tiles)` for each tile of the block; returns all its steps."""
+        rows, columns = self.grid
+
+        @plgpu.nd_loop((rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
+        def steps(info, carry):
+            i, j = plgpu.planar_snake(info.index[0], (rows, columns), 0, min(_STRIP, rows))
+            work(i * self.config.rows, j * self.config.columns, carry)
+            return carry + self.steps
+
+        return steps  # pyright: ignore[reportReturnType]: the decorator gives the last carry

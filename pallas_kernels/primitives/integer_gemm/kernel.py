@@ -20,10 +20,8 @@ from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.launch import in_one_warp
 from pallas_kernels.primitives.gemm.operands import whole_groups
-from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
-from pallas_kernels.primitives.integer_gemm.packing import is_packed_dtype
-from pallas_kernels.primitives.integer_gemm.pipeline import Ring, compute, produce, ring_types
-from pallas_kernels.primitives.integer_gemm.problem import Problem
+from pallas_kernels.primitives.integer_gemm.config import PIECE, IntegerGemmConfig, Problem
+from pallas_kernels.primitives.integer_gemm.pipeline import Ring, compute, produce
 from pallas_kernels.primitives.integer_gemm.store import Store
 from pallas_kernels.primitives.platform import varying_like
 
@@ -49,8 +47,8 @@ def integer_gemm(
 
     Args:
         x: (M, K), bfloat16 or float16; K a multiple of 64.
-        values: (N, K), int8, int4, or uint8 in the order of `packing.py`; N a multiple of 64. K is a multiple of 128,
-            or 256 with int4.
+        values: (N, K), int8, int4, or packed uint8 (`primitives/integers.py`); N a multiple of 64, K of 128, or of 256
+            with int4.
         scales: (N,) float32.
         bias: (N,), any floating dtype of at most 32 bits.
         residual: (M, N) of out_dtype.
@@ -73,8 +71,7 @@ def integer_gemm(
         m=x.shape[0],
         n=values.shape[0],
         k=x.shape[1],
-        bits=bits,
-        is_packed=is_packed_dtype(values.dtype),
+        integers=values.dtype,
         dtype=x.dtype,
         config=config,
     )
@@ -92,10 +89,7 @@ def _launch(problem: Problem, epilogue: Epilogue, x, values, extras, out_dtype: 
         @pl.when(warpgroup == warpgroups)
         def _():
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
-            load = partial(produce, ring, x_ref, w_ref)
-            if config.in_parts:  # with one warp, pairs of blocks at 8192 rows are 0.7 to 1.9 % slower
-                load = in_one_warp(load, x_ref, w_ref)
-            load()
+            in_one_warp(partial(produce, ring, x_ref, w_ref), x_ref, w_ref)()
 
         @pl.when(warpgroup < warpgroups)
         def _():
@@ -117,12 +111,11 @@ def _launch(problem: Problem, epilogue: Epilogue, x, values, extras, out_dtype: 
         out_type=jax.ShapeDtypeStruct((problem.m, problem.n), out_dtype),
         grid=(problem.blocks,),
         grid_names=("block",),
-        **({"cluster": (config.cluster,), "cluster_names": ("cluster",)} if config.cluster > 1 else {}),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=(
-            ring_types(problem, values.dtype),
-            result_form.scratch(warpgroups, config.store_slots, config.store_rows),
+            Ring.scratch(problem),
+            result_form.scratch(warpgroups, config.slots, PIECE),
             plgpu.Barrier(num_barriers=warpgroups),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),

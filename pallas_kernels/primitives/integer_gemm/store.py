@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.integer_gemm.config import GROUP
-from pallas_kernels.primitives.integer_gemm.packing import unit
-from pallas_kernels.primitives.integer_gemm.problem import Problem
+from pallas_kernels.primitives.integer_gemm.config import PIECE, Problem
+from pallas_kernels.primitives.integers import unit
 from pallas_kernels.primitives.row_tiles import RowTiles
-from pallas_kernels.primitives.transposed import load_transposed, store_transposed
+from pallas_kernels.primitives.transposed import GROUP, load_transposed, store_transposed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +54,13 @@ class Store:
 
     def _finish(self, product: jax.Array, vectors: Mapping[str, jax.Array], row: jax.Array, column: jax.Array) -> None:
         config = self.problem.config
-        scale, bias = vectors["scales"], vectors.get("bias")
-        scale = scale / unit(self.problem.dtype) if self.problem.is_packed else scale
-        for piece, start in enumerate(range(0, product.shape[1], config.store_rows)):
-            shape = (GROUP, min(config.store_rows, product.shape[1] - start))
-            buffer = self.buffer.at(piece % config.store_slots, rows=pl.ds(0, shape[1]))
+        bias = vectors.get("bias")
+        scale = vectors["scales"] / unit(self.problem.integers, self.problem.dtype)
+        for piece, start in enumerate(range(0, product.shape[1], PIECE)):
+            shape = (GROUP, min(PIECE, product.shape[1] - start))
+            buffer = self.buffer.at(piece % config.slots, rows=pl.ds(0, shape[1]))
             place = (pl.ds(row + start, shape[1]), pl.ds(column, GROUP))
-            plgpu.wait_smem_to_gmem(config.store_slots - 1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(config.slots - 1, wait_read_only=True)
             residual = None
             if "residual" in self.extras:
                 arrived = self.loaded.at[self.warpgroup]

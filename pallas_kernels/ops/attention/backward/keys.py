@@ -31,7 +31,7 @@ from pallas_kernels.ops.attention.backward.keys_launch import Block, Launch, Out
 from pallas_kernels.ops.attention.backward.tiles import Inputs, KeyGradients, Tile, kept_scale, not_invariant
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.primitives.gemm.pipeline import drain
+from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.row_tiles import TileForm, multiply_across, multiply_down
 

@@ -23,8 +23,7 @@ from pallas_kernels.ops.attention.backward.tiles import (
 )
 from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, hidden
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.primitives.gemm.shared import shared
-from pallas_kernels.primitives.row_tiles import RowTiles, TileForm
+from pallas_kernels.primitives.row_tiles import RowTiles, TileForm, shared
 
 SHARES = 2
 """Shares of dquery in shared memory at once: a block keeps computing while it waits for its turn to add one."""

@@ -34,7 +34,7 @@ from pallas_kernels.ops.attention.backward.tiles import (
 from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, block_kernel, hidden, run_roles
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives import compat
-from pallas_kernels.primitives.gemm.pipeline import drain
+from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.row_tiles import TileForm, multiply_across, multiply_down
 

@@ -33,7 +33,7 @@ from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import WARPGROUPS
 from pallas_kernels.ops.attention.backward.keys_launch import FINISHED_TILES, PART, SHARES, Block
-from pallas_kernels.primitives.gemm.pipeline import drain
+from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.row_tiles import RowTiles
 
 

@@ -16,7 +16,7 @@ from pallas_kernels.ops.attention.forward.schedule import Schedule, divmod_of, r
 from pallas_kernels.ops.attention.launch import hidden
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.primitives.gemm.pipeline import drain
+from pallas_kernels.primitives.barriers import drain
 
 
 @dataclass(frozen=True, kw_only=True)

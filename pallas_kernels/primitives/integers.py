@@ -1,10 +1,11 @@
-"""Packing of int8 weights: sign and magnitude, in the order in which the tensor cores' lanes hold them.
+"""Integer weights in registers: their loads, their conversion to 16 bits, and the packed order of int8.
 
-Of every 16 values along the depth, a lane of the tensor cores multiplies two pairs that are eight apart. The packed
-order puts a lane's four values into one 32-bit word, so that lanes exchange nothing. A 7-bit magnitude is already a
-subnormal 16-bit number. A mask extracts the first pair from a word; a byte swap and the mask extract the second pair.
-Multiplying by a power of two makes the values normal numbers. Two values that share 16 bits store each other's sign, so
-that after the mask each sign bit is in front of its own magnitude.
+Packed integers are sign and magnitude, in the order in which the tensor cores' lanes hold them. Of every 16 values
+along the depth, a lane multiplies two pairs that are eight apart. The packed order puts a lane's four values into one
+32-bit word, so that lanes exchange nothing. A 7-bit magnitude is already a subnormal 16-bit number. A mask extracts the
+first pair from a word; a byte swap and the mask extract the second pair. Multiplying by a power of two makes the values
+normal numbers. Two values that share 16 bits store each other's sign, so that after the mask each sign bit is in front
+of its own magnitude.
 """
 
 from __future__ import annotations
@@ -51,20 +52,24 @@ def is_packed_dtype(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype) == jnp.uint8
 
 
-def unit(dtype: jnp.dtype) -> float:
-    """Returns the value that `widened_packed` gives for 1, a power of two."""
-    return FORMS[dtype.name][2]
+def unit(integers: DTypeLike, dtype: jnp.dtype) -> float:
+    """Returns the value that `widened` gives for 1, a power of two."""
+    return FORMS[dtype.name][2] if is_packed_dtype(integers) else 1.0
 
 
-def load_packed(ref: Any) -> jax.Array:
-    """Loads packed weights (64 columns, depth) to registers."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA_8BIT)
+def load_integers(ref: Any) -> jax.Array:
+    """Loads integers (64 columns, depth) to registers, in a layout with wide loads."""
+    layouts = {"uint8": plgpu.Layout.WGMMA_8BIT, "int8": plgpu.Layout.WGMMA_UPCAST_2X}
+    return plgpu.load(ref, layout=layouts.get(ref.dtype.name, plgpu.Layout.WGMMA_UPCAST_4X))
 
 
-def widened_packed(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Returns the integers times `unit`, in a 16-bit dtype and their original order, as a product's left operand."""
+def widened(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns loaded integers times `unit`, in a 16-bit dtype and their original order, as a product's left operand."""
+    if not is_packed_dtype(values.dtype):
+        # By way of bfloat16, for which Mosaic GPU has a fast conversion.
+        return plgpu.layout_cast(values, plgpu.Layout.WGMMA).astype(jnp.bfloat16).astype(dtype)
     if is_interpreted():
-        return (unpack(values).astype(jnp.float32) * unit(dtype)).astype(dtype)
+        return (unpack(values).astype(jnp.float32) * FORMS[dtype.name][2]).astype(dtype)
     kind, factor, _ = FORMS[dtype.name]
     result = plgpu.ShapeDtypeStruct(values.shape, dtype, layout=plgpu.Layout.WGMMA)
     halves = (

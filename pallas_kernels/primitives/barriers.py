@@ -1,0 +1,22 @@
+"""Barriers that roles of a kernel use in turn over the steps of a ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+
+def drain(barriers: Any, count: int, steps: jax.Array) -> None:
+    """Waits once more for each of `count` barriers that were used in turn over the steps.
+
+    Every arrival must be waited for, and no block of a cluster may exit early.
+    """
+
+    def one(i, _):
+        plgpu.barrier_wait(barriers.at[lax.rem(i, count)])
+
+    lax.fori_loop(jnp.maximum(steps - count, 0), steps, one, None)
