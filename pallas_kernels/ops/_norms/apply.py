@@ -104,7 +104,8 @@ def apply_norm(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns y and the sum that was normalised; without a residual x, or None if not `returns_total`.
 
-    x: (..., features). Differentiable: the backward kernel adds the sum's cotangent to the gradient.
+    x: (..., features). words: (2,) uint32, the key of the dropout of x, or None for none. Differentiable: the backward
+    kernel adds the sum's cotangent to the gradient.
     """
     shape = (math.prod(x.shape[:-1]), x.shape[-1])
     operands = (x.reshape(shape), scale, bias, None if residual is None else residual.reshape(shape), words)

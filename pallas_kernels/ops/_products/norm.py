@@ -131,8 +131,9 @@ def after_norm(
 ) -> Any:
     """Returns a product of x's normalised rows: with the norm in its launch, or in one before it for the gradient.
 
-    differentiable: computes the product from the rows, their factors or None, and the operands. forward: computes it
-    from x, the operands and `norm=`, in one launch, if `can_fuse_norm` of this configuration.
+    differentiable: computes the product from the rows, their factors or None, and the operands, in a configuration of
+    its own choice. forward: computes it from x, the operands and `norm=`, in one launch and in the configuration
+    `config`. It is used without a gradient, if `can_fuse_norm` of this configuration.
     """
 
     if not can_fuse_norm(config, norm, x):

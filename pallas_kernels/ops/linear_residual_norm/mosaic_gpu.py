@@ -36,7 +36,7 @@ def linear_residual_norm_forward(
 def linear_residual_norm_mosaic(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the same; differentiable."""
+    """Returns what `linear_residual_norm_forward` does; differentiable."""
     return linear_residual_norm_forward(x, w, bias, residual)
 
 

@@ -4,8 +4,8 @@ With q, k, v, do tiles of query, key, value and dout,
 
     s = q @ k.T;  p = exp(s - lse);  dp = do @ v.T;  ds = p * (dp - delta);  dq += ds @ k
 
-where ds is a left operand that never leaves its registers. Scores are computed here once more instead of being added up
-over the blocks of the other kernel, so that results do not depend on the order in which blocks run.
+where ds is a left operand that never leaves its registers. The kernel by keys computes the same scores.
+Where it can add up dquery, too (`config.can_be_one`), and that takes less time, this kernel does not run.
 """
 
 from __future__ import annotations
