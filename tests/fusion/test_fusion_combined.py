@@ -10,6 +10,7 @@ import optax
 import pytest
 from rewriting import normal
 
+import xlafuse
 from xlafuse.fusion.spellings.rope import theta_of
 
 BF16 = jnp.bfloat16
@@ -237,6 +238,40 @@ def test_linear_cross_entropy(sites, name):
     reports = []
     assert sites(LOSSES[name], H, TABLE, LABELS, told=reports.append) == ["linear_cross_entropy"]
     assert reports[0].taken[0].options["reduction"] == "sum"
+
+
+def loss_of(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(wide(logits), labels).mean()
+
+
+NEXT_TOKENS = {
+    "all but the last": lambda h, t, y: loss_of((h @ t.T)[:, :-1], y[:, 1:]),
+    "all but the last, rows in one": lambda h, t, y: loss_of((h @ t.T)[:, :-1].reshape(-1, 128), y[:, 1:].reshape(-1)),
+    "after a cast": lambda h, t, y: loss_of(wide(h @ t.T)[..., :-1, :], y[..., 1:]),
+    "every second": lambda h, t, y: loss_of((h @ t.T)[:, 1::2], y[:, ::2]),
+    "the first sequence": lambda h, t, y: loss_of((h @ t.T)[0], y[0]),
+}
+
+
+@pytest.mark.parametrize("name", NEXT_TOKENS)
+def test_the_loss_of_some_rows_of_the_logits(sites, name):
+    fn = NEXT_TOKENS[name]
+    assert sites(fn, H, TABLE, LABELS) == ["linear_cross_entropy"]
+    for one, other in zip(*(jax.grad(each, (0, 1))(H, TABLE, LABELS) for each in (fn, xlafuse.fuse(fn))), strict=True):
+        np.testing.assert_allclose(wide(one), wide(other), rtol=0.05, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda h, t, y: loss_of((h @ t.T)[..., :64], y % 64),  # some classes
+        lambda h, t, y: loss_of((h @ t.T).swapaxes(0, 1)[:-1], y.T[1:]),  # of other tokens
+        lambda h, t, y: loss_of((h @ t.T)[:, ::-1][:, 1:], y[:, 1:]),
+        lambda h, t, y: loss_of((h @ t.T)[:, :-1], y[:, 1:]) + loss_of((h @ t.T)[:, 1:], y[:, 1:]),
+    ],
+)
+def test_the_loss_of_other_parts_of_the_logits_computes_them(sites, fn):
+    assert "linear_cross_entropy" not in sites(fn, H, TABLE, LABELS)
 
 
 def test_logits_that_are_returned_are_computed(sites):

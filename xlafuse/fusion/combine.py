@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xlafuse.fusion.binding import Binding, is_whole, order_of
+from xlafuse.fusion.binding import Binding, is_permuted, is_whole, order_of
 from xlafuse.fusion.combination import PARTS, PRODUCTS, Combination
 from xlafuse.fusion.dropout import is_dropped
 from xlafuse.fusion.graph import Equation, Graph, Value, needs
@@ -263,14 +263,15 @@ def _normed(product: Site, norm: Site, mean_square: Binding | None = None) -> Si
 def _take_logits(combination: Combination, loss: Site) -> None:
     if loss.operation != "cross_entropy":
         return
-    product = combination.producer_of(loss.arrays["logits"])
+    logits, labels = loss.arrays["logits"], loss.arrays["labels"]
+    of_all = combination.producer_of(logits)
+    product = of_all or combination.origin(logits.value)
     if product is None or product.operation != "linear" or set(product.arrays) != {"x", "w"} or product.options:
         return
-    if not combination.feeds_only(product.results[0], [loss]):
+    hidden, w = product.arrays["x"] if of_all else _some_rows(product, logits), product.arrays["w"]
+    if hidden is None or not combination.feeds_only(product.results[0], [loss]):
         return
-    labels, x = loss.arrays["labels"], product.arrays["x"]
-    hidden = replace(x, shape=(*labels.shape, x.shape[-1]))
-    w = product.arrays["w"]
+    hidden = replace(hidden, shape=(*labels.shape, hidden.shape[-1]))
     new = replace(
         loss,
         operation="linear_cross_entropy",
@@ -280,6 +281,33 @@ def _take_logits(combination: Combination, loss: Site) -> None:
     )
     if combination.accepts(new, [loss, product]):
         combination.replace([loss, product], [new])
+
+
+def _some_rows(product: Site, result: Binding) -> Binding | None:
+    """Returns the rows of a product's x that an argument is the result of; None where it is no range of rows."""
+    x, value = product.arrays["x"], product.results[0]
+    while result.value is not value:
+        equation = result.value.equation
+        if equation is None or equation.primitive not in ("slice", "reshape", "squeeze"):
+            return None
+        inner = equation.inputs[0]
+        if equation.primitive == "slice":
+            params, places = equation.params, result.places
+            ranges = zip(places, params["start_indices"], params["strides"] or (1,) * len(places), strict=True)
+            places = tuple((first + start * by, step * by, size) for (start, step, size), first, by in ranges)
+            result = replace(result, value=inner, places=places)
+        elif is_whole(result):
+            result = replace(result, value=inner, places=tuple((0, 1, n) for n in inner.shape), parts=inner.shape)
+        else:
+            return None
+    if is_permuted(product.orders[0]) or is_permuted(result.order) or result.missing:
+        return None
+    columns, features = product.arrays["w"].shape[1], x.value.shape[-1]
+    has_columns = result.places[-1] == (0, 1, columns) and result.parts[-1] == columns
+    if not has_columns or not is_whole(x) or x.value.shape[:-1] != value.shape[:-1]:
+        return None
+    parts = (*result.parts[:-1], features)
+    return Binding(x.value, (*result.places[:-1], (0, 1, features)), parts, tuple(range(len(parts))), parts)
 
 
 def _rotate_alike(one: Site, other: Site) -> bool:
