@@ -268,7 +268,8 @@ def share_of_copy(row: Row, name: str) -> float:
 def dram_bytes(case: str) -> dict[str, float]:
     """What the H200's memory counted (Nsight Compute), by candidate: `case` is operation:phase:shape."""
     found: dict[str, float] = {}
-    for each in json.loads((RESULTS / "softmax-counters-h200.json").read_text(encoding="utf-8"))["launches"]:
+    file = RESULTS / "softmax-counters-h200.json"
+    for each in json.loads(file.read_text(encoding="utf-8"))["launches"] if file.exists() else ():
         if each["case"].startswith(f"{case}:"):
             name = each["case"].removeprefix(f"{case}:")
             found[name] = found.get(name, 0) + each["read_bytes"] + each["written_bytes"]

@@ -13,7 +13,7 @@ import pytest
 import xlafuse
 from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
 from hlo_analysis.targets import load_target
-from xlafuse.fusion import combine
+from xlafuse.fusion import combination, combine
 from xlafuse.fusion.worth import worthwhile
 from xlafuse.regressions import find_regression, regression_of
 
@@ -185,7 +185,7 @@ def test_names_in_skip_are_checked():
 @pytest.mark.parametrize("name", ["sum", "stream"])
 def test_a_norm_for_gradients_alone_is_the_norm(monkeypatch, name):
     """XLA computes it where it is not differentiated, and the operation where it is."""
-    monkeypatch.setattr(combine, "target_device", lambda: type("Hopper", (), {"is_hopper": True}))
+    monkeypatch.setattr(combination, "target_device", lambda: type("Hopper", (), {"is_hopper": True}))
 
     def fn(x, y, scale):
         total = x + y if name == "sum" else x * y
