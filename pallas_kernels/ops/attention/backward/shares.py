@@ -184,9 +184,7 @@ def produce_finished(block: Block, number: Any) -> None:
         slot = lax.rem(n, SHARES)
         pl.when(n >= SHARES)(lambda: plgpu.barrier_wait(scratch.share_full.at[slot]))
         batch, head, tile = at(n)
-        adders = launch.problem.masking.key_tiles(
-            tile * launch.config.rows, launch.config.rows, launch.config.columns
-        ).last
+        adders = launch.adders(tile)
         turn = block.turns.at[launch.turn(batch, head, tile)]
         plgpu.semaphore_wait(turn, adders, decrement=False, memory_scope="gpu")
         for i in range(WARPGROUPS):
