@@ -24,7 +24,7 @@ SMALLER = {
 def test_ways_to_compute_the_model_agree(monkeypatch, number):
     for name, value in SMALLER.items():
         monkeypatch.setattr(dlrm, name, value)
-    case = dlrm.CASES()[number]
+    case = dlrm._cases()[number]
     arguments = [case.draw(struct, seed) for seed, struct in enumerate(case.arguments)]
     results = {
         name: [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(variant.function(*arguments))]
