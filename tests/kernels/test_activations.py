@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels
 from pallas_kernels.primitives.activations import ACTIVATIONS, get_activation
+from xlafuse.fusion.spelling import ACTIVATION_NEEDS
 
 NAMES = tuple(ACTIVATIONS)
 X = np.concatenate([np.linspace(-15, 15, 20001), np.linspace(-1, 1, 4001), [0.0]]).astype(np.float32)
@@ -88,3 +92,10 @@ def test_gelu_is_the_normal_distribution():
 def test_unknown_names_get_the_nearest():
     with pytest.raises(ValueError, match=r"op: unknown activation 'gelu_tahn'. Did you mean 'gelu_tanh'\? There are"):
         get_activation("op", "gelu_tahn")
+
+
+def test_other_lists_of_activations_have_all_of_them():
+    """`fuse` looks each up, and Triton's kernel takes a name that it does not know for none."""
+    source = (Path(pallas_kernels.__file__).parent / "ops" / "linear" / "triton.py").read_text(encoding="utf-8")
+    assert set(re.findall(r'activation == "(\w+)"', source)) == set(NAMES)
+    assert ACTIVATION_NEEDS.keys() == set(NAMES)

@@ -95,7 +95,7 @@ class Combination:
         return producer if is_given else None
 
     def origin(self, value: Value) -> Site | None:
-        """Returns the site that a value comes from, in any layout."""
+        """Returns the site that computes a value, up to its layout; None if none does."""
         return self._producers.get(behind(value, ends=self._producers))
 
     def readers(self, value: Value) -> set[Site | None]:

@@ -18,7 +18,7 @@ import numpy as np
 from xlafuse.fusion.binding import Binding, is_permuted, is_whole, order_of
 from xlafuse.fusion.combination import PARTS, PRODUCTS, Combination
 from xlafuse.fusion.dropout import is_dropped
-from xlafuse.fusion.graph import Equation, Graph, Value, needs
+from xlafuse.fusion.graph import Equation, Graph, Value, depends_on
 from xlafuse.fusion.odd_sizes import NAME as PADDED
 from xlafuse.fusion.prepare import Normed, of_hidden, with_positions, with_weight
 from xlafuse.fusion.projection import project
@@ -142,7 +142,7 @@ def _pair(combination: Combination, first: Site) -> None:
     others = (site for site in combination.sites if site.operation == "rotation" and site is not first)
     later = sorted((site for site in others if site.root.index > first.root.index), key=lambda s: s.root.index)
     second = next((site for site in later if _rotate_alike(first, site)), None)
-    if second is None or any(needs(each.value, first.results) for each in second.arrays.values()):
+    if second is None or any(depends_on(each.value, first.results) for each in second.arrays.values()):
         return
     query, key = first, second
     if _is_key(combination, first) or (first.arrays["x"].shape[2] < second.arrays["x"].shape[2]):

@@ -166,7 +166,7 @@ def behind(value: Value, primitives: Collection[str] = LAYOUTS, ends: Collection
     return value
 
 
-def needs(value: Value, others: Collection[Value]) -> bool:
+def depends_on(value: Value, others: Collection[Value]) -> bool:
     """Returns whether a value is one of others, or is computed from one."""
     first = min((each.equation.index for each in others if each.equation is not None), default=0)
     pending, seen = [value], set[Value]()

@@ -13,29 +13,29 @@ from xlafuse.fusion.graph import Equation, Graph, Value, frozen
 from xlafuse.fusion.site import Site
 
 _WINDOW = 128
-"""Equations that end with a value's. Where they are equal, so is what a search sees: a layer has about as many."""
+"""How many equations before two values must be equal: about a layer's."""
 
 
 class Repeats:
-    """The values of a graph that later ones repeat: the same equations come before both."""
+    """Finds for each value of a graph the first one that equal equations lead to."""
 
     def __init__(self, graph: Graph):
         self._equations = graph.equations
         self._place = {equation: place for place, equation in enumerate(graph.equations)}
         numbers: dict[Hashable, int] = {}
         self._keys = [numbers.setdefault(_key(equation), len(numbers)) for equation in graph.equations]
-        self._models = _first_alike(self._keys)
+        self._first = _first_alike(self._keys)
 
-    def model(self, value: Value) -> Value | None:
-        """Returns the first value that a value repeats; None where it is the first itself."""
+    def first_alike(self, value: Value) -> Value | None:
+        """Returns the first value that equal equations lead to; None if that is this one."""
         if value.equation is None:
             return None
         place = self._place[value.equation]
-        model = self._models[place]
-        return None if model == place else self._equations[model].outputs[value.position]
+        first = self._first[place]
+        return None if first == place else self._equations[first].outputs[value.position]
 
     def moved(self, site: Site, value: Value) -> Site | None:
-        """Returns the site whose first result is a value; None where its equations are not those of the given site."""
+        """Moves a site to a later value; returns None if the equations there are not equal to those that it covers."""
         pairs: dict[Value, Value] = {}
         inside = site.covered | site.shared
         pending = [(site.results[0], value)]
@@ -77,13 +77,13 @@ class Repeats:
 
 
 def _key(equation: Equation) -> Hashable:
-    """Returns what equal equations of two layers share, their place in the program's text among it."""
+    """Returns a key that two equations share if they differ in names and literals only, and stand on one line."""
     types = tuple((each.shape, each.dtype) for each in (*equation.inputs, *equation.outputs))
     return equation.primitive, frozen(equation.params), types, equation.source.source_info.traceback
 
 
 def _first_alike(keys: Sequence[int]) -> list[int]:
-    """Returns for each place the first one before which, and at which, the same keys are."""
+    """Returns, for each place, the first one whose last `_WINDOW` keys are the same."""
     first: dict[int, int] = {}
     found, base, modulus = [], 1_000_003, 2**61 - 1
     highest, window = pow(base, _WINDOW, modulus), 0

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from xlafuse.fusion.binding import Binding, constant_argument, equations_between, is_permuted, is_whole
-from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, build, constant, needs
+from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, build, constant, depends_on
 from xlafuse.fusion.match import Failure, Match, Matcher, Pattern
 from xlafuse.fusion.near import computes_wide, nearest
 from xlafuse.fusion.repeats import Repeats
@@ -68,8 +68,8 @@ class Search:
 
     def _first_site(self, spelling: Spelling, value: Value) -> Site | None:
         """Returns the site of a value; in repeated layers that of the layer searched, moved to it."""
-        if (model := self._repeats.model(value)) is not None:
-            site = self._found.get((spelling, model))
+        if (first := self._repeats.first_alike(value)) is not None:
+            site = self._found.get((spelling, first))
             moved = None if site is None else self._repeats.moved(site, value)
             if site is None or moved is not None:
                 return moved
@@ -248,7 +248,7 @@ def _summands(arrays: Mapping[str, Binding]) -> tuple[Binding, Binding, Value] |
         return None
     if any(value.shape != total.shape or value.literal is not None for value in total.equation.inputs):
         return None
-    if any(needs(binding.value, {total}) for name, binding in arrays.items() if name != "x"):
+    if any(depends_on(binding.value, {total}) for name, binding in arrays.items() if name != "x"):
         return None
     first, second = (replace(x, value=value) for value in total.equation.inputs)
     return first, second, total

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pallas_kernels.primitives.platform import target_device
 
 WORTH = 0.93
-"""Another form must take at most this share of the estimated time of the one before."""
+"""A form replaces a simpler one if its estimated time is below this share of the other's."""
 
 
 def launch_cost(costs: Sequence[float], lanes: int) -> float:
