@@ -63,7 +63,7 @@ def estimates(op: str, spec: str) -> tuple[float, float] | None:
         rows,
         outputs,
         features,
-        is_fused="activation" not in spec and "gelu" not in spec,
+        is_fused=not (has_residual or "activation" in spec or "gelu" in spec),
         read_bytes=int(residual[1]) // 8 if residual else 2 * has_residual,
         out_bytes=4 if "out_dtype=float32" in spec else 2,
     )

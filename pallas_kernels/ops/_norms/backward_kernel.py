@@ -18,7 +18,7 @@ from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, Norm, center
 from pallas_kernels.ops._norms.row_sources import STREAMS, Rows, ring_rows, ring_scratch, short_rows, short_scratch
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.random import mixed_words
-from pallas_kernels.primitives.rows import WARPS, RowValues, map_row, to_float32, zeros_row
+from pallas_kernels.primitives.rows import RowValues, map_row, to_float32, zeros_row
 
 _SOURCES = {"registers": (short_rows, short_scratch), "ring": (ring_rows, ring_scratch)}
 
@@ -33,9 +33,8 @@ def backward_kernel(
     sums: the gradients that are summed over rows, of "scale" and "bias".
     """
     rows, features = operands["total"].shape
-    warpgroups = config.warpgroups
-    # Several warpgroups see a row in lines, one for each of their warps.
-    parts = (features,) if warpgroups == 1 else (warpgroups, WARPS, features // (warpgroups * WARPS))
+    # Warps see a row in lines, one for each, where the row divides evenly.
+    parts = config.parts(features, operands["total"].dtype.itemsize)
     shapes = dict.fromkeys(STREAMS, (rows, *parts)) | {"scale": parts}
     operands = {name: each.reshape(shapes.get(name, each.shape)) for name, each in operands.items()}
     row = jax.ShapeDtypeStruct((rows, *parts), operands["total"].dtype)
@@ -62,14 +61,14 @@ def backward_kernel(
         for i, name in enumerate(sums):
             source.store_sums(refs["sums"].at[lax.axis_index("block"), i], totals[name])
 
-    # Sums over a warpgroup use scratch memory that several warpgroups would share. Those sum over warps alone.
-    others = {"reduction_scratch_bytes": 512} if warpgroups > 1 else {}
+    # Sums of lines need no scratch memory, which sums over a warpgroup do.
+    others = {"reduction_scratch_bytes": 512} if len(parts) > 1 else {}
     results = settings.kernel(
         kernel,
         out_type=tuple(outputs.values()),
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=warpgroups,
+        num_threads=config.warpgroups,
         thread_name="warpgroup",
         scratch_types=tuple(scratch.values()),
         compiler_params=replace(COMPILER_PARAMS, **others),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, short_rows_at_once, split_warp_row
+from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, WARPS, short_rows_at_once, split_warp_row
 
 SHARED_MEMORY_BYTES = 228 * 1024
 """Shared memory of a streaming multiprocessor of Hopper."""
@@ -52,6 +52,16 @@ class BackwardConfig:
     warpgroups: int = 1
     steps: int = 3
     keeps_row: bool = False
+
+    def parts(self, features: int, itemsize: int) -> tuple[int, ...]:
+        """Returns the shape in which a block sees a row: (warpgroups, warps, columns), or the row as it is.
+
+        Sums of lines take one barrier of the block, and sums over a warpgroup two for each kind.
+        """
+        is_even = features % (LANES * ACCESS_BYTES // itemsize) == 0
+        if self.loads == "registers" or (self.warpgroups == 1 and not is_even):
+            return (features,)
+        return (self.warpgroups, WARPS, features // (self.warpgroups * WARPS))
 
 
 @dataclass(frozen=True, kw_only=True)

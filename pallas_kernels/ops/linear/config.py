@@ -84,7 +84,5 @@ def is_preferred(
     if not has_activation and not residual_bytes:
         is_known = rows == MOST_MIXED_ROWS and features >= FEWEST_FEATURES
         return is_known and bool(choose_config(rows, outputs, is_mixed=True).passes)
-    ours, xla = estimate(
-        rows, outputs, features, read_bytes=residual_bytes, out_bytes=out_bytes, is_fused=not has_activation
-    )
+    ours, xla = estimate(rows, outputs, features, read_bytes=residual_bytes, out_bytes=out_bytes)
     return ours < xla
