@@ -156,14 +156,16 @@ def ring_rows(refs: dict[str, Any], config: BackwardConfig, blocks: int) -> Sour
     """Brings rows by TMA to a ring in shared memory: row number i of the block is in stage i % steps.
 
     One warpgroup takes any row, several only one that divides evenly over their warps. Warps that have a line each
-    synchronise once a row. That publishes the sums of their parts and shows that all have finished the row before, whose stage the
-    first warpgroup then fills again.
+    synchronise once a row. That publishes the sums of their parts and shows that all have finished the row before,
+    whose stage the first warpgroup then fills again.
     """
     (rows, *shape), itemsize, sharers = refs["total"].shape, refs["total"].dtype.itemsize, config.warpgroups
     block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
     part = (group,) if len(shape) > 1 else ()
     segments = split_warp_row(math.prod(shape), itemsize, warpgroups=sharers) if part else split_row(shape[0], itemsize)
-    assert segments is not None and (part or sharers == 1), f"{shape[0]} features do not divide over {sharers} warpgroups"
+    assert segments is not None and (part or sharers == 1), (
+        f"{shape[0]} features do not divide over {sharers} warpgroups"
+    )
     streams, statistics = [refs[name] for name in STREAMS if name in refs], refs["statistics"]
     trips = (rows - block + blocks - 1) // blocks
 
