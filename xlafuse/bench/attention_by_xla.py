@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops.attention.reference import SCORES_BYTES, masked_scores, weighted_values
+from pallas_kernels.ops.attention.reference import SCORES_BYTES, kept, masked_scores, weighted_values
 from pallas_kernels.ops.attention.specs import stand_in_lse
 from pallas_kernels.specs import Arguments
 
-_OF_SCORES = ("mask", "is_causal", "scale", "window", "segment_ids", "softcap")
+_OF_SCORES = ("mask", "is_causal", "scale", "window", "segment_ids", "softcap", "mask_value")
 
 
 def backward(arguments: Arguments, dout: jax.Array) -> tuple[jax.Array, ...]:
@@ -17,7 +17,8 @@ def backward(arguments: Arguments, dout: jax.Array) -> tuple[jax.Array, ...]:
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     bias, lse = arguments.get("bias"), stand_in_lse(query, key)
     static = {name: arguments[name] for name in _OF_SCORES if name in arguments}
-    rate, dropout_key = arguments.get("dropout_rate", 0.0), arguments.get("dropout_key")
+    rate = arguments.get("dropout_rate", 0.0)
+    keep = kept(query, key, rate, arguments.get("dropout_key"), arguments.get("dropout_mask"))
 
     def gradients(query, key, value, bias, lse, dout):
         delta = jnp.sum(query.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
@@ -27,7 +28,7 @@ def backward(arguments: Arguments, dout: jax.Array) -> tuple[jax.Array, ...]:
             weights = jnp.exp(scores - lse.reshape(scores.shape[:-1])[..., None])
             # The cotangent -delta of a row's sum subtracts what normalising the row does.
             sums = jnp.sum(weights, axis=-1).reshape(lse.shape)
-            return weighted_values(weights, value, query, rate, dropout_key), sums
+            return weighted_values(weights, value, query, rate, keep), sums
 
         return jax.vjp(unnormalised, query, key, value, bias)[1]((dout, -delta.swapaxes(1, 2)))
 

@@ -49,6 +49,8 @@ def attention(
     softcap: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    dropout_mask: jax.Array | None = None,
+    mask_value: float | None = None,
     deterministic: bool = True,
     return_residuals: bool = False,
     implementation: Implementation = None,
@@ -59,8 +61,8 @@ def attention(
 
         score = scale * query @ key.T
         score = softcap * tanh(score / softcap) + bias      # each only if given
-        score = where(seen, score, -inf)                    # mask, is_causal, window and segment_ids together
-        weight = softmax(score)                             # a query that sees no key has weights of zero
+        score = where(seen, score, mask_value)              # mask, is_causal, window and segment_ids together
+        weight = softmax(score)                             # see mask_value for a query that sees no key
         weight = where(keep, weight / (1 - dropout_rate), 0)
         out = weight.astype(dtype) @ value
 
@@ -82,6 +84,10 @@ def attention(
             the key and the element's position.
         dropout_key: one key from `jax.random.key` or `jax.random.PRNGKey`; needed if the rate is above 0. Members of a
             `jax.vmap`, and devices of a `jax.shard_map`, that share a key get the same mask.
+        dropout_mask: the weights to keep, in place of dropout_key: boolean (True keeps), broadcastable to
+            (batch, heads, queries, keys), usually `jax.random.bernoulli(key, 1 - dropout_rate, shape)`.
+        mask_value: the score of hidden keys, a Python number below 0 such as -1e9. A query that sees no key then
+            averages all values; hidden scores have no gradient. None: -inf, and such a query has weights of zero.
         deterministic: whether gradients have the same bits in every run. False: a long backward pass of "mosaic" adds
             the parts of query's gradient in any order, so that its rounding may differ between runs; the other
             gradients do not depend on that order. On an H100, under a causal mask from 8192 queries on, both passes
@@ -94,23 +100,23 @@ def attention(
             head; arrays are padded only if the head size is no multiple of 8. Without a gradient, a few queries that
             see all keys run in `decode_attention`'s kernel. With few keys, the gradients of key and value are rounded
             for each query head, as in cuDNN, before the sum over the heads of a group.
-            "cudnn": through `jax.nn.dot_product_attention`, for NVIDIA GPUs; no mask, segments, softcap, dropout or
-            residuals. Gradients may differ between runs. At 4096 queries they took longer than those of "mosaic", which
-            needed 11 % less time with a causal mask and 3 % less without.
+            "cudnn": through `jax.nn.dot_product_attention`, for NVIDIA GPUs; no mask, mask_value, segments, softcap,
+            dropout or residuals. Gradients may differ between runs. At 4096 queries they took longer than those of
+            "mosaic", which needed 11 % less time with a causal mask and 3 % less without.
             "xla": always runs.
             None: "mosaic" if it can run, else "xla". Also "xla" for one token that sees itself, and for heads
             of fewer than 32 features. For NVIDIA's other GPUs, pass ("mosaic", "cudnn", "xla").
 
     Returns:
         out, with query's shape and dtype. With `return_residuals`, the pair (out, lse): lse (batch, heads, queries)
-        float32, the natural logarithm, -inf for a query that sees no key.
+        float32, the natural logarithm, -inf for a query that sees no key; with mask_value, mask_value + log(keys).
 
     Raises:
         TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
         NotImplementedError: the requested implementation cannot run; the message says why.
     """
     query, key, value = as_arrays("attention", query=query, key=key, value=value)
-    bias, mask = optional_arrays("attention", bias=bias, mask=mask)
+    bias, mask, dropout_mask = optional_arrays("attention", bias=bias, mask=mask, dropout_mask=dropout_mask)
     is_causal = static_flag("attention", "is_causal", is_causal)
     deterministic = static_flag("attention", "deterministic", deterministic)
     options: Options = {
@@ -123,14 +129,18 @@ def attention(
         "softcap": softcap,
         "dropout_rate": dropout_rate,
         "dropout_key": dropout_key,
+        "dropout_mask": dropout_mask,
+        "mask_value": mask_value,
         "deterministic": deterministic,
     }
     check(query, key, value, **options)
     # A NumPy float would make float64 of what it multiplies, under jax_enable_x64.
-    options["scale"], options["softcap"] = (None if number is None else float(number) for number in (scale, softcap))
+    options["scale"], options["softcap"], options["mask_value"] = (
+        None if number is None else float(number) for number in (scale, softcap, mask_value)
+    )
     options["dropout_rate"] = float(dropout_rate)
     support = {
-        "mosaic": partial(mosaic_unsupported, query),
+        "mosaic": partial(mosaic_unsupported, query, dropout_mask, mask_value),
         "cudnn": partial(cudnn_unsupported, query, key, value, **options, return_residuals=return_residuals),
         "xla": lambda: None,
     }
@@ -166,8 +176,10 @@ def _launched(
     return problem, (query, key, value, extras)
 
 
-def mosaic_unsupported(query: jax.Array) -> str | None:
+def mosaic_unsupported(query: jax.Array, dropout_mask=None, mask_value=None) -> str | None:
     """Why the Mosaic GPU kernels cannot take this query here, or None where they can."""
+    if dropout_mask is not None or mask_value is not None:
+        return "the kernels have no dropout_mask or mask_value"
     if query.dtype.name not in MOSAIC_DTYPES:
         return f"query is {query.dtype.name}, the kernels take {' and '.join(MOSAIC_DTYPES)}"
     if size_taken(query.shape[3]) is None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NotRequired, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from pallas_kernels.ops.attention.masking import Masking
@@ -126,6 +128,8 @@ class Options(TypedDict):
     softcap: float | None
     dropout_rate: float
     dropout_key: jax.Array | None
+    dropout_mask: NotRequired[jax.Array | None]
+    mask_value: NotRequired[float | None]
     deterministic: NotRequired[bool]
 
 
@@ -195,9 +199,13 @@ def check(query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[
     if softcap is not None:
         positive_number("attention", "softcap", softcap)
     _check_window(options["window"])
-    _check_dense(options["bias"], options["mask"], (batch, heads, queries, keys))
+    dropout_key, dropout_mask = options["dropout_key"], options.get("dropout_mask")
+    dense = {"bias": options["bias"], "mask": options["mask"], "dropout_mask": dropout_mask}
+    _check_dense(dense, (batch, heads, queries, keys))
     _check_segments(options["segment_ids"], batch, queries, keys)
-    dropout_words("attention", options["dropout_rate"], options["dropout_key"])
+    _check_dropout(options["dropout_rate"], dropout_key, dropout_mask)
+    if options.get("mask_value") is not None:
+        _check_mask_value(options.get("mask_value"))
 
 
 def _check_window(window: Any) -> None:
@@ -213,19 +221,42 @@ def _check_window(window: Any) -> None:
         raise ValueError(f"attention: window must be {expected}; got {window!r}.")
 
 
-def _check_dense(bias: jax.Array | None, mask: jax.Array | None, scores: tuple[int, ...]) -> None:
-    if mask is not None and mask.dtype != jnp.bool_:
-        raise TypeError(f"attention: mask must be boolean (True keeps), got {mask.dtype.name}; pass bias to add.")
-    if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise TypeError(f"attention: bias must be floating, got {bias.dtype.name}.")
-    for name, array in (("bias", bias), ("mask", mask)):
+def _check_dense(arrays: Mapping[str, jax.Array | None], scores: tuple[int, ...]) -> None:
+    for name, array in arrays.items():
         if array is None:
             continue
+        if name == "bias" and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"attention: bias must be floating, got {array.dtype.name}.")
+        if name != "bias" and array.dtype != jnp.bool_:
+            hint = "; pass bias to add" if name == "mask" else ""
+            raise TypeError(f"attention: {name} must be boolean (True keeps), got {array.dtype.name}{hint}.")
         pairs = zip(reversed(array.shape), reversed(scores), strict=False)
         if array.ndim > 4 or any(own not in (1, full) for own, full in pairs):
             raise ValueError(
                 f"attention: {name} must broadcast to (batch, heads, queries, keys) {scores}, got {array.shape}."
             )
+
+
+def _check_dropout(rate: Any, key: jax.Array | None, mask: jax.Array | None) -> None:
+    if mask is None:
+        dropout_words(
+            "attention", rate, key, key_name="dropout_key" if key is not None else "dropout_mask or dropout_key"
+        )
+        return
+    if key is not None:
+        raise ValueError("attention: dropout_mask and dropout_key are both given; pass one of them.")
+    if static_number("attention", "dropout_rate", rate) == 0:
+        raise ValueError("attention: dropout_mask needs the dropout_rate that it was drawn with, above 0; got 0.")
+    dropout_words("attention", rate, np.zeros(2, np.uint32))  # for the rate alone
+
+
+def _check_mask_value(value: Any) -> None:
+    """The value of hidden scores must be a finite float32, as the scores are, below 0."""
+    number = static_number("attention", "mask_value", value)
+    if not float(np.finfo(np.float32).min) <= number < 0:
+        raise ValueError(
+            f"attention: mask_value must be below 0 and finite in float32, got {value!r}; None stands for -inf."
+        )
 
 
 def _check_segments(segment_ids: Any, batch: int, queries: int, keys: int) -> None:

@@ -30,6 +30,8 @@ def attention_reference(
     softcap: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    dropout_mask: jax.Array | None = None,
+    mask_value: float | None = None,
     deterministic: bool = True,
     return_residuals: bool = False,
 ):
@@ -39,18 +41,19 @@ def attention_reference(
     """
     del deterministic  # of the kernels
     given = {"bias": bias, "mask": mask, "is_causal": is_causal, "scale": scale, "window": window}
-    given |= {"segment_ids": segment_ids, "softcap": softcap}
+    given |= {"segment_ids": segment_ids, "softcap": softcap, "mask_value": mask_value}
     batch, queries, heads, _ = query.shape
     size = 4 * batch * heads * queries * key.shape[1]
     is_too_much = not is_symbolic_dim(size) and size > SCORES_BYTES
     if is_too_much and not dropout_rate and key.shape[2] > 1:
         out, lse = _head_by_head(query, key, value, given)
     else:
-        out, lse = _attend(query, key, value, given, dropout_rate, dropout_key)
+        keep = kept(query, key, dropout_rate, dropout_key, dropout_mask)
+        out, lse = _attend(query, key, value, given, dropout_rate, keep)
     return (out, lse) if return_residuals else out
 
 
-def _attend(query, key, value, given, dropout_rate: float = 0.0, dropout_key=None) -> tuple[jax.Array, jax.Array]:
+def _attend(query, key, value, given, dropout_rate: float = 0.0, keep=None) -> tuple[jax.Array, jax.Array]:
     scores = masked_scores(query, key, **given)
     maximum = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf))
     maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
@@ -58,7 +61,7 @@ def _attend(query, key, value, given, dropout_rate: float = 0.0, dropout_key=Non
     total = jnp.sum(weights, axis=-1, keepdims=True)
     is_empty = total == 0
     weights = weights / jnp.where(is_empty, 1, total)
-    out = weighted_values(weights, value, query, dropout_rate, dropout_key)
+    out = weighted_values(weights, value, query, dropout_rate, keep)
     lse = jnp.where(is_empty, -jnp.inf, maximum + jnp.log(jnp.where(is_empty, 1, total)))
     return out, lse.reshape(query.shape[0], query.shape[2], query.shape[1])
 
@@ -104,8 +107,12 @@ def masked_scores(
     window: Window = None,
     segment_ids: Segments = None,
     softcap: float | None = None,
+    mask_value: float | None = None,
 ) -> jax.Array:
-    """The softmax's argument, (batch, key heads, group, queries, keys), float32 or wider; -inf where hidden."""
+    """The softmax's argument, (batch, key heads, group, queries, keys), float32 or wider.
+
+    It is `mask_value` where hidden; None: -inf.
+    """
     heads, key_heads = query.shape[2], key.shape[2]
     scores = _scores(query, key, scale, softcap)
     if bias is not None:
@@ -114,20 +121,28 @@ def masked_scores(
     if mask is not None:
         mask = _grouped(mask, key_heads, heads)
         seen = mask if seen is None else seen & mask
-    return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
+    return scores if seen is None else jnp.where(seen, scores, -jnp.inf if mask_value is None else mask_value)
 
 
 def weighted_values(
-    weights: jax.Array, value: jax.Array, query: jax.Array, dropout_rate: float, dropout_key: jax.Array | None
+    weights: jax.Array, value: jax.Array, query: jax.Array, dropout_rate: float, keep: jax.Array | None
 ) -> jax.Array:
-    """dropout(weights) @ value, like query; weights: (batch, key heads, group, queries, keys)."""
-    if dropout_rate:
-        assert dropout_key is not None
-        batch, queries, heads, _ = query.shape
-        keep = keep_mask(dropout_key, batch, heads, queries, value.shape[1], rate=dropout_rate)
-        weights = jnp.where(keep.reshape(weights.shape), weights / (1 - dropout_rate), 0)
+    """dropout(weights) @ value, like query; weights: (batch, key heads, group, queries, keys), keep: see `kept`."""
+    if keep is not None:
+        weights = jnp.where(_grouped(keep, value.shape[2], query.shape[2]), weights / (1 - dropout_rate), 0)
     out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value, preferred_element_type=weights.dtype)
     return out.reshape(query.shape).astype(query.dtype)
+
+
+def kept(
+    query: jax.Array, key: jax.Array, rate: float, dropout_key: jax.Array | None, dropout_mask: jax.Array | None
+) -> jax.Array | None:
+    """The weights that dropout keeps, broadcastable to (batch, heads, queries, keys); None if that is all."""
+    if dropout_mask is not None or not rate:
+        return dropout_mask
+    assert dropout_key is not None
+    batch, queries, heads, _ = query.shape
+    return keep_mask(dropout_key, batch, heads, queries, key.shape[1], rate=rate)
 
 
 def _scores(query: jax.Array, key: jax.Array, scale: float | None, softcap: float | None) -> jax.Array:
