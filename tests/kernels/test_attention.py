@@ -286,62 +286,6 @@ def test_reference_is_jax_attention(seed):
     np.testing.assert_allclose(got, want, atol=2e-5, err_msg=f"seed={seed}")
 
 
-HIDING = {
-    "mask": {"mask": True},
-    "mask, causal": {"mask": True, "is_causal": True},
-    "window behind the last key": {"window": (3, 0)},
-    "segments": {"segment_ids": True, "bias": True},
-    "nothing": {},
-}
-
-
-def hiding(name, seed, batch, queries, keys, heads):
-    """The arguments of a case of `HIDING`, and which keys are seen; some queries see none."""
-    given: dict[str, Any] = dict(HIDING[name])
-    own, other = np.arange(queries)[:, None], np.arange(keys)
-    seen = np.ones((batch, heads, queries, keys), bool)
-    if "mask" in given:
-        mask = np.random.default_rng(seed).random(seen.shape) < 0.6
-        mask[:, :, 0] = False
-        seen, given["mask"] = mask, jnp.asarray(mask)
-    if "segment_ids" in given:
-        numbers = tuple(
-            np.broadcast_to((np.arange(n) + first) // 10, (batch, n)) for n, first in ((queries, 10), (keys, 0))
-        )
-        given["segment_ids"] = tuple(map(jnp.asarray, numbers))
-        seen = seen & (numbers[0][:, None, :, None] == numbers[1][:, None, None])
-    if "bias" in given:
-        given["bias"] = normal(seed, (batch, heads, queries, keys))
-    seen &= (other <= own) | ("is_causal" not in given)
-    seen &= ((other <= own) & (other >= own - 3)) | ("window" not in given)
-    return given, jnp.asarray(seen)
-
-
-@pytest.mark.parametrize("name", HIDING)
-@pytest.mark.parametrize("mask_value", [-1e9, -3.0])
-def test_hidden_scores_are_the_value_of_the_mask(name, mask_value, seed):
-    """As `jnp.where` in a program: queries that see no key average all values, and gradients are those of `where`."""
-    query, key, value = operands(seed, 2, 40, 30, heads=2, key_heads=2, dtype=jnp.float32)
-    given, seen = hiding(name, seed, 2, 40, 30, heads=2)
-    keep = jax.random.bernoulli(jax.random.key(seed), 0.8, (2, 1, 40, 30))
-
-    def program(query, key, value):
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / 8
-        scores = jnp.where(seen, scores + given.get("bias", 0), mask_value)
-        weights = jnp.where(keep, jax.nn.softmax(scores) / 0.8, 0)
-        return jnp.einsum("bhqk,bkhd->bqhd", weights, value), jax.nn.logsumexp(scores, axis=-1)
-
-    dropout = {"dropout_rate": 0.2, "dropout_mask": keep}
-    call = partial(attention, **given, **dropout, mask_value=mask_value, return_residuals=True, implementation="xla")
-    got, pull = jax.vjp(call, query, key, value)
-    want, pull_of_program = jax.vjp(program, query, key, value)
-    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, err_msg=f"seed={seed}")
-    cotangents = normal(seed + 1, query.shape), normal(seed + 2, got[1].shape)
-    pairs = zip((got[0], *pull(cotangents)), (want[0], *pull_of_program(cotangents)), strict=True)
-    for one, other in pairs:
-        np.testing.assert_allclose(one, other, atol=2e-5, err_msg=f"seed={seed}")
-
-
 @pytest.mark.parametrize("softcap", [1e-3, 50.0, 1000.0, 3000.0, 1e6, 1e30])
 def test_scores_are_capped_as_exactly_as_others_are_computed(softcap, seed):
     products = np.random.default_rng(seed).normal(scale=300.0, size=2000).astype(np.float32)

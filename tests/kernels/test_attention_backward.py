@@ -144,9 +144,9 @@ def compared(name, seed, *, configure=default_backward, dtype=jnp.bfloat16, with
         problem, _ = widened(problem)
         dlse = dlse if with_dlse else None
         given = {"problem": problem, "dlse": dlse, "config": configure(problem)}
-        *got, ddense = attention_backward(*operands, out, lse, dout, extras, **given)
-        assert (ddense is None) == (arguments["bias"] is None)
-        return got if ddense is None else [*got, ddense.reshape(arguments["bias"].shape)]
+        *got, dbias = attention_backward(*operands, out, lse, dout, extras, **given)
+        assert (dbias is None) == (arguments["bias"] is None)
+        return got if dbias is None else [*got, dbias.reshape(arguments["bias"].shape)]
 
     got = gradients(operands, out, lse, dout, dlse, dynamic)
     names = ["query", "key", "value", "bias"][: len(exact)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -140,7 +141,7 @@ def attention(
     )
     options["dropout_rate"] = float(dropout_rate)
     support = {
-        "mosaic": partial(mosaic_unsupported, query, dropout_mask, mask_value),
+        "mosaic": partial(mosaic_unsupported, query),
         "cudnn": partial(cudnn_unsupported, query, key, value, **options, return_residuals=return_residuals),
         "xla": lambda: None,
     }
@@ -160,7 +161,11 @@ def attention(
     out, lse = _mosaic(problem, return_residuals, is_decoded, *operands)  # pyright: ignore[reportGeneralTypeIssues]
     out = unpack(out, heads)
     out = out if out.shape[3] == size else out[..., :size]
-    return (out, lse.reshape(batch, heads, queries)) if return_residuals else out
+    if not return_residuals:
+        return out
+    if problem.marks_hidden and problem.mask_value is not None:  # the latter for type checkers
+        lse = jnp.where(lse == -jnp.inf, problem.mask_value + math.log(key.shape[1]), lse)
+    return out, lse.reshape(batch, heads, queries)
 
 
 def _launched(
@@ -171,15 +176,13 @@ def _launched(
     operands = jax.tree.leaves((arrays, extras))
     # Each varies over the mesh axes of all, so that shard_map sums its gradient over them.
     query, key, value = (varying_like(array, *operands) for array in arrays)
-    if extras.dense is not None:
-        extras = replace(extras, dense=varying_like(extras.dense, *operands))
+    if extras.bias is not None:
+        extras = replace(extras, bias=varying_like(extras.bias, *operands))
     return problem, (query, key, value, extras)
 
 
-def mosaic_unsupported(query: jax.Array, dropout_mask=None, mask_value=None) -> str | None:
+def mosaic_unsupported(query: jax.Array) -> str | None:
     """Why the Mosaic GPU kernels cannot take this query here, or None where they can."""
-    if dropout_mask is not None or mask_value is not None:
-        return "the kernels have no dropout_mask or mask_value"
     if query.dtype.name not in MOSAIC_DTYPES:
         return f"query is {query.dtype.name}, the kernels take {' and '.join(MOSAIC_DTYPES)}"
     if size_taken(query.shape[3]) is None:
@@ -216,10 +219,10 @@ def _mosaic_bwd(problem, returns_lse, is_decoded, saved, cotangents):
     del is_decoded
     query, key, value, out, lse, extras = saved
     dout, dlse = cotangents
-    dquery, dkey, dvalue, ddense = attention_backward(
+    dquery, dkey, dvalue, dbias = attention_backward(
         query, key, value, out, lse, dout, extras, problem=problem, dlse=dlse if returns_lse else None
     )
-    return dquery, dkey, dvalue, Extras(dense=ddense)
+    return dquery, dkey, dvalue, Extras(bias=dbias)
 
 
 _mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

@@ -80,4 +80,5 @@ def decoded(query: jax.Array, key: jax.Array, value: jax.Array, *, problem: Prob
 
 def _all_is_seen(problem: Problem) -> bool:
     """Whether nothing is hidden, added or dropped."""
-    return not (problem.masking.has_band or problem.masking.has_segments or problem.dense or problem.dropout_rate)
+    masking, arrays = problem.masking, problem.has_bias or problem.has_mask
+    return not (masking.has_band or masking.has_segments or arrays or problem.dropout_rate)

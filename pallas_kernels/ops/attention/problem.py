@@ -10,7 +10,6 @@ from typing import Any, NotRequired, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from pallas_kernels.ops.attention.masking import Masking
@@ -19,6 +18,10 @@ from pallas_kernels.primitives.flop_metadata import Products, product
 from pallas_kernels.primitives.random import key_words
 
 LOG2_E = 1.4426950408889634
+
+_FAR = -1e5
+_UNDERFLOW = 104
+"""exp(-104) is 0 in float32."""
 
 LOWEST = -1e30
 """The start of running maxima, in base 2: far below every score, so that exp2(masked - LOWEST) is 0, and finite."""
@@ -32,7 +35,8 @@ class Problem:
     scale: of the scores.
     softcap: scores become softcap * tanh(score / softcap), after the scale and before bias and mask.
     dropout_rate: the share of weights set to zero; the others are divided by 1 - dropout_rate.
-    dense: whether a "mask" (int8, 0 hides) or a "bias" array comes with the launch; None: neither.
+    has_bias, has_mask, has_dropout_mask: whether the launch has these arrays (`Extras`).
+    mask_value: the score that the mask gives to those that it hides; None: -inf. What hides is then all in the mask.
     bounds_weights: whether to bound weights by 1. Those of keys of zeros beyond the last key may be infinite otherwise,
         and infinity times such a key is not zero.
     clips: whether heads are narrower in the arrays than `head_size`, that of tiles, which then lie in panels.
@@ -48,10 +52,26 @@ class Problem:
     scale: float
     softcap: float | None = None
     dropout_rate: float = 0.0
-    dense: str | None = None
+    has_bias: bool = False
+    has_mask: bool = False
+    has_dropout_mask: bool = False
+    mask_value: float | None = None
     bounds_weights: bool = False
     clips: bool = False
     deterministic: bool = True
+
+    @property
+    def hidden(self) -> float:
+        """The score that the mask gives, in base 2."""
+        return -math.inf if self.mask_value is None else max(self.mask_value * LOG2_E, LOWEST)
+
+    @property
+    def marks_hidden(self) -> bool:
+        """Whether the log-sum-exp of a row that sees nothing is -inf and stands for `mask_value` + log(keys).
+
+        A float32 that is lower does not hold the logarithm: at 1e5, to 0.4 %.
+        """
+        return -math.inf < self.hidden < _FAR
 
     @property
     def product(self) -> Products | None:
@@ -76,13 +96,16 @@ class Extras:
     """The further arrays of a launch; None for one that it does not have.
 
     query_segments, key_segments: (batch, queries), (batch, keys), integers.
-    dense: (1 or batch, 1 or heads, 1 or queries, keys); int8 where `Problem.dense` is "mask", else floating.
+    bias: (1 or batch, 1 or heads, 1 or queries, keys), floating.
+    mask, dropout_mask: `packed_bits` of such arrays. Zeros hide, or drop.
     words: (2,) uint32, `primitives.random.key_words` of the dropout key.
     """
 
     query_segments: jax.Array | None = None
     key_segments: jax.Array | None = None
-    dense: jax.Array | None = None
+    bias: jax.Array | None = None
+    mask: jax.Array | None = None
+    dropout_mask: jax.Array | None = None
     words: jax.Array | None = None
 
 
@@ -135,20 +158,10 @@ class Options(TypedDict):
 
 def problem_of(query: jax.Array, key: jax.Array, **options: Unpack[Options]) -> tuple[Problem, Extras]:
     """The static facts and the further arrays of a launch, from arguments of `attention`."""
-    bias, mask, scale, segment_ids = options["bias"], options["mask"], options["scale"], options["segment_ids"]
-    rate, dropout_key = options["dropout_rate"], options["dropout_key"]
+    bias, mask, segment_ids = options["bias"], options["mask"], options["segment_ids"]
+    rate, dropout_key, dropout_mask = options["dropout_rate"], options["dropout_key"], options.get("dropout_mask")
     batch, queries, heads, size = query.shape
     keys, key_heads = key.shape[1:3]
-    dense, array = None, None
-    if bias is not None:
-        array = four_axes(bias)
-        array = array if mask is None else jnp.where(four_axes(mask), array, -jnp.inf)
-        dense = "bias"
-    elif mask is not None:
-        # Mosaic GPU would load booleans as bits; XLA keeps them as bytes.
-        dense, array = "mask", four_axes(mask).astype(jnp.int8)
-    if array is not None and array.shape[3] != keys:
-        array = jnp.broadcast_to(array, (*array.shape[:3], keys))
     problem = Problem(
         batch=batch,
         heads=heads,
@@ -156,15 +169,95 @@ def problem_of(query: jax.Array, key: jax.Array, **options: Unpack[Options]) -> 
         head_size=size,
         dtype=query.dtype,
         masking=masking_of(queries, keys, options["is_causal"], options["window"], segment_ids is not None),
-        scale=1 / math.sqrt(size) if scale is None else scale,
+        scale=1 / math.sqrt(size) if options["scale"] is None else options["scale"],
         softcap=options["softcap"],
         dropout_rate=rate,
-        dense=dense,
+        has_bias=bias is not None,
+        has_mask=mask is not None,
+        has_dropout_mask=dropout_mask is not None,
+        mask_value=options.get("mask_value"),
         deterministic=options.get("deterministic", True),
     )
+    if problem.mask_value is not None:
+        seen = seen_pairs(problem.masking, segment_ids)
+        if mask is None and (seen is None or _hides_as_infinity(problem, segment_ids)):
+            problem = replace(problem, mask_value=None)
+        else:
+            # Queries that see no key average all values, so that no tile may be skipped.
+            mask = seen if mask is None else mask if seen is None else four_axes(mask) & seen
+            problem = replace(problem, has_mask=True, masking=Masking(queries=queries, keys=keys))
+            segment_ids = None
     own, other = (None, None) if segment_ids is None else segments_of(segment_ids)
     words = key_words(dropout_key) if rate and dropout_key is not None else None
-    return problem, Extras(query_segments=own, key_segments=other, dense=array, words=words)
+    extras = Extras(
+        query_segments=own,
+        key_segments=other,
+        bias=None if bias is None else whole_rows(bias, keys),
+        mask=None if mask is None else packed_bits(whole_rows(mask, keys)),
+        dropout_mask=None if dropout_mask is None else packed_bits(whole_rows(dropout_mask, keys)),
+        words=words,
+    )
+    return problem, extras
+
+
+def _hides_as_infinity(problem: Problem, segment_ids: Segments) -> bool:
+    """Whether hiding by the mask's value is hiding by -inf: each query sees a key, whose score is far above the value.
+
+    Softcap bounds scores, and so does the range of float16. The kernels take all others to be above `LOWEST`.
+    """
+    masking = problem.masking
+    sees_one = masking.left is None or masking.queries - masking.left <= masking.keys
+    if isinstance(segment_ids, tuple) or not sees_one or problem.mask_value is None:
+        return False
+    largest = problem.softcap or problem.head_size * abs(problem.scale) * float(jnp.finfo(problem.dtype).max) ** 2
+    largest = math.inf if problem.has_bias else largest + _UNDERFLOW
+    return problem.mask_value <= max(LOWEST, -largest)
+
+
+def seen_pairs(masking: Masking, segment_ids: Segments) -> jax.Array | None:
+    """Which keys the queries see, boolean (1 or batch, 1, queries, keys); None if all."""
+    row, column = jnp.arange(masking.queries)[:, None], jnp.arange(masking.keys)
+    segments = (None, None)
+    if segment_ids is not None:
+        own, other = segments_of(segment_ids)
+        segments = (own[:, None, :, None], other[:, None, None])
+    seen = masking.visible(row, column, *segments, tile=1)
+    return None if seen is None else four_axes(seen)
+
+
+_WORD, _TILE = 32, 256
+"""Bits of a word, and keys of which words are whole: a multiple of every tile's."""
+
+
+def packed_bits(array: jax.Array) -> jax.Array:
+    """A boolean array's last axis as bits of uint32: key k is bit k % 32 of word k // 32. Zeros fill the last tile.
+
+    Both passes read an eighth of the bytes that booleans have, and a gradient keeps no more.
+    """
+    keys = array.shape[-1]
+    array = jnp.pad(array, (*[(0, 0)] * (array.ndim - 1), (0, -keys % _TILE)))
+    bits = array.reshape(*array.shape[:-1], -1, _WORD).astype(jnp.uint32)
+    return jnp.sum(bits << jnp.arange(_WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+
+
+def padded_arrays(extras: Extras, rows: int, columns: int) -> dict[str, jax.Array]:
+    """Bias, mask and dropout mask, by name, padded to whole tiles."""
+    found = {}
+    for name in ("bias", "mask", "dropout_mask"):
+        array = getattr(extras, name)
+        if array is not None:
+            extra = (
+                -array.shape[2] % rows if array.shape[2] > 1 else 0,
+                -array.shape[3] % columns if name == "bias" else 0,
+            )
+            found[name] = jnp.pad(array, ((0, 0), (0, 0), *((0, e) for e in extra))) if any(extra) else array
+    return found
+
+
+def whole_rows(array: jax.Array, keys: int) -> jax.Array:
+    """`four_axes`, of which the last has so many keys."""
+    array = four_axes(array)
+    return array if array.shape[3] == keys else jnp.broadcast_to(array, (*array.shape[:3], keys))
 
 
 def four_axes(array: jax.Array) -> jax.Array:
@@ -247,13 +340,13 @@ def _check_dropout(rate: Any, key: jax.Array | None, mask: jax.Array | None) -> 
         raise ValueError("attention: dropout_mask and dropout_key are both given; pass one of them.")
     if static_number("attention", "dropout_rate", rate) == 0:
         raise ValueError("attention: dropout_mask needs the dropout_rate that it was drawn with, above 0; got 0.")
-    dropout_words("attention", rate, np.zeros(2, np.uint32))  # for the rate alone
+    dropout_words("attention", rate, jnp.zeros(2, jnp.uint32))  # for the rate alone
 
 
 def _check_mask_value(value: Any) -> None:
     """The value of hidden scores must be a finite float32, as the scores are, below 0."""
     number = static_number("attention", "mask_value", value)
-    if not float(np.finfo(np.float32).min) <= number < 0:
+    if not float(jnp.finfo(jnp.float32).min) <= number < 0:
         raise ValueError(
             f"attention: mask_value must be below 0 and finite in float32, got {value!r}; None stands for -inf."
         )

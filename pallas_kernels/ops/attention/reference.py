@@ -10,7 +10,7 @@ from jax import lax
 from jax.export import is_symbolic_dim
 
 from pallas_kernels.ops.attention.dropout import keep_mask
-from pallas_kernels.ops.attention.problem import Segments, Window, four_axes, masking_of, segments_of
+from pallas_kernels.ops.attention.problem import Segments, Window, four_axes, masking_of, seen_pairs
 
 SCORES_BYTES = 16 * 2**30
 """The most bytes of scores at once: if all heads would take more, one key head is computed at a time."""
@@ -117,7 +117,9 @@ def masked_scores(
     scores = _scores(query, key, scale, softcap)
     if bias is not None:
         scores = scores + _grouped(bias, key_heads, heads).astype(scores.dtype)
-    seen = _seen(query, key, is_causal, window, segment_ids)
+    masking = masking_of(query.shape[1], key.shape[1], is_causal, window, segment_ids is not None)
+    seen = seen_pairs(masking, segment_ids)
+    seen = None if seen is None else _grouped(seen, key_heads, heads)
     if mask is not None:
         mask = _grouped(mask, key_heads, heads)
         seen = mask if seen is None else seen & mask
@@ -162,13 +164,3 @@ def _grouped(dense: jax.Array, key_heads: int, heads: int) -> jax.Array:
     if own == 1:
         return dense[:, :, None]
     return dense.reshape(batch, key_heads, heads // key_heads, queries, keys)
-
-
-def _seen(query, key, is_causal: bool, window: Window, segment_ids: Segments) -> jax.Array | None:
-    masking = masking_of(query.shape[1], key.shape[1], is_causal, window, segment_ids is not None)
-    row, column = jnp.arange(masking.queries)[:, None], jnp.arange(masking.keys)
-    segments = (None, None)
-    if segment_ids is not None:
-        own, other = segments_of(segment_ids)
-        segments = (own[:, None, None, :, None], other[:, None, None, None, :])
-    return masking.visible(row, column, *segments, tile=1)

@@ -1,4 +1,4 @@
-"""Scores and weights of a tile of products query @ key: scale, softcap, bias, mask, dropout. Scores are in base 2."""
+"""Scores and weights of a tile of products query @ key: scale, softcap, bias, masks, dropout. Scores are in base 2."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ class Scores:
     def factor(self) -> float:
         """A positive factor that `scaled` leaves to the exponential, whose own product has room for it."""
         problem = self.problem
-        is_plain = problem.softcap is None and problem.dense != "bias" and problem.scale > 0
+        # A finite hidden score times a factor would be rounded in the maximum, and not where that is subtracted.
+        is_plain = problem.softcap is None and not problem.has_bias and problem.mask_value is None and problem.scale > 0
         return problem.scale * LOG2_E if is_plain else 1.0
 
     def scaled(self, product: jax.Array, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
-        """The scores with scale, softcap, and dense mask or bias."""
+        """The scores with scale, softcap, bias and mask."""
         problem = self.problem
         scores = product
         if problem.softcap is not None:
             scores = capped(scores, problem.scale, problem.softcap)[0]
         elif self.factor == 1.0:
             scores = scores * (problem.scale * LOG2_E)
-        if problem.dense is not None:
-            dense = load_dense(self.extras["dense"], (batch, head), (row, column), (64, self.columns))
-            if problem.dense == "bias":
-                scores = scores + dense.astype(jnp.float32) * LOG2_E
-            else:
-                scores = jnp.where(dense != 0, scores, -jnp.inf)
+        place = (batch, head), (row, column), (64, self.columns)
+        if problem.has_bias:
+            scores = scores + load_bias(self.extras["bias"], *place).astype(jnp.float32) * LOG2_E
+        if problem.has_mask:
+            scores = jnp.where(load_bits(self.extras["mask"], *place), scores, problem.hidden)
         return scores
 
     def masked(
@@ -118,6 +118,9 @@ class Scores:
         problem = self.problem
         if not problem.dropout_rate:
             return weights
+        if problem.has_dropout_mask:
+            kept = load_bits(self.extras["dropout_mask"], (batch, head), (row, column), (64, self.columns))
+            return jnp.where(kept, weights, 0.0)
         assert self.words is not None
         place = {"words": self.words, "head": batch * problem.heads + head, "query": row, "key": column}
         return with_kept(weights, operator.mul, problem=problem, query_axis=0, **place)
@@ -129,8 +132,43 @@ class Scores:
         return rows + row, columns + column
 
 
-def load_dense(ref: Any, lead: tuple[Any, Any], starts: tuple[Any, Any], shape: tuple[int, int]) -> jax.Array:
-    """A tile of a mask or bias in the accumulators' layout, broadcast along the array's axes of length 1.
+def load_bits(
+    ref: Any, lead: tuple[Any, Any], starts: tuple[Any, Any], shape: tuple[int, int], query_axis: int = 0
+) -> jax.Array:
+    """A tile of a mask of `packed_bits`, boolean in the accumulators' layout.
+
+    ref: to (1 or batch, 1 or heads, queries or 1, words), or with queries along axis 1 to (..., words, queries or 1).
+    lead: the batch entry and the head. starts: the tile's first places along its axes, of keys a multiple of 64.
+    """
+    layout = plgpu.Layout.WGMMA
+    places = [0 if size == 1 else place for size, place in zip(ref.shape, lead, strict=False)]
+    first = lax.div(jnp.asarray(starts[1 - query_axis], jnp.int32), 32)
+    is_one = ref.shape[2 + query_axis] == 1
+
+    def words(index: int, columns: int) -> jax.Array:
+        """The words of the tile's queries, of the index-th 32 keys."""
+        queries = 0 if is_one else pl.ds(starts[query_axis], shape[query_axis])
+        place = (*places, first + index, queries) if query_axis else (*places, queries, first + index)
+        if is_one:
+            return lax.broadcast(ref[place], (shape[0], columns))
+        values = plgpu.load(ref.at[place], layout=layout.reduce(1 - query_axis), optimized=False)
+        return lax.broadcast_in_dim(values, (shape[0], columns), (query_axis,))
+
+    if query_axis:
+        key = plgpu.broadcasted_iota(jnp.uint32, shape, 0, layout=layout)
+        own = jnp.where(key < 32, words(0, shape[1]), words(1, shape[1]))
+        return (own & (jnp.uint32(1) << (key & jnp.uint32(31)))) != 0
+    # Shifted once for eight columns, which are one register, so that each bit is compared with a constant.
+    column = plgpu.broadcasted_iota(jnp.uint32, (shape[0], _REGISTER), 1, layout=layout)
+    parts = []
+    for start in range(0, shape[1], 32):
+        shifted = words(start // 32, _REGISTER) >> column
+        parts += [shifted & jnp.uint32(1 << place) for place in range(0, 32, _REGISTER)]
+    return lax.concatenate(parts, 1) != 0
+
+
+def load_bias(ref: Any, lead: tuple[Any, Any], starts: tuple[Any, Any], shape: tuple[int, int]) -> jax.Array:
+    """A tile of a bias in the accumulators' layout, broadcast along the array's axes of length 1.
 
     ref: to (1 or batch, 1 or heads, rows or 1, columns or 1). lead: the batch entry and the head.
     """

@@ -33,6 +33,7 @@ def _call(
     documents: int = 0,
     mask: tuple[int, ...] | None = None,
     bias: tuple[int, ...] | None = None,
+    dropout_mask: tuple[int, ...] | None = None,
     is_atomic: bool = False,
     tags: str = "test",
     **static: Any,
@@ -53,7 +54,10 @@ def _call(
         and ArraySpec(shape=(batch, queries), dtype="int32", fill="sorted", maximum=documents),
         "mask": mask is not None and ArraySpec(shape=mask, dtype="bool", fill="integers"),
         "bias": bias is not None and ArraySpec(shape=bias, dtype=dtype),
-        "dropout_key": "dropout_rate" in static and ArraySpec(shape=(2,), dtype="uint32", fill="bits"),
+        "dropout_key": "dropout_rate" in static
+        and dropout_mask is None
+        and ArraySpec(shape=(2,), dtype="uint32", fill="bits"),
+        "dropout_mask": dropout_mask is not None and ArraySpec(shape=dropout_mask, dtype="bool", fill="integers"),
     }
     details = (
         fill != "normal" and fill,
@@ -61,6 +65,7 @@ def _call(
         documents > 0 and f"{documents}_documents",
         mask and f"mask_{_text(mask, 'x')}",
         bias and f"bias_{_text(bias, 'x')}",
+        dropout_mask and f"dropout_mask_{_text(dropout_mask, 'x')}",
         *(_WORDS.get(k, k) + ("" if v is True else f"_{_text(v)}") for k, v in static.items()),
         is_atomic and "atomic",
     )
@@ -107,6 +112,7 @@ def _segment_pairs(segments: Any, masking: Any) -> int:
 
 
 _NAMES = ("bias", "mask", "is_causal", "scale", "window", "segment_ids", "softcap", "dropout_rate", "dropout_key")
+_NAMES += ("dropout_mask", "mask_value")
 
 
 def _problem(arguments: Mapping[str, Any]):
@@ -118,11 +124,12 @@ def _problem(arguments: Mapping[str, Any]):
 
 def _described(arguments: Mapping[str, Any]) -> Problem:
     """The launch of arguments that may be shapes alone."""
-    arrays = ("bias", "mask", "segment_ids", "dropout_key")
-    problem, _ = _problem({**arguments, **dict.fromkeys(arrays)})
-    bias, mask, segments = (arguments.get(name) is not None for name in arrays[:3])
-    dense = "bias" if bias else "mask" if mask else None
-    return packed(replace(problem, dense=dense, masking=replace(problem.masking, has_segments=segments)))
+    names = ("query", "key", "bias", "mask", "segment_ids", "dropout_key", "dropout_mask")
+    found = []
+    jax.eval_shape(
+        lambda arrays: found.append(_problem({**arguments, **arrays})[0]), {n: arguments.get(n) for n in names}
+    )
+    return packed(found[0])
 
 
 def _forward(*, query, key, value, config=None, **others):
@@ -141,10 +148,10 @@ def _backward(*, cotangents, config=None, **arguments):
     query, dout = (pack(array, wide.heads) for array in (query, *cotangents))
     lse = stand_in_lse(query, key)
     wide, (query, key, value, dout) = widened(wide, query, key, value, dout)
-    *gradients, ddense = attention_backward(query, key, value, query, lse, dout, extras, problem=wide, config=config)
+    *gradients, dbias = attention_backward(query, key, value, query, lse, dout, extras, problem=wide, config=config)
     dquery, dkey, dvalue = (gradient[..., : problem.head_size] for gradient in gradients)
     gradients = (unpack(dquery, problem.heads), dkey, dvalue)
-    return gradients if ddense is None else (*gradients, ddense)
+    return gradients if dbias is None else (*gradients, dbias)
 
 
 def stand_in_lse(query: jax.Array, key: jax.Array) -> jax.Array:
@@ -159,9 +166,10 @@ def _gpu(*specs: ArgSpec) -> tuple[ArgSpec, ...]:
 
 _LLAMA_8B, _LLAMA_1B = (32, 8, 128), (32, 8, 64)
 _VIT_B, _VIT_H, _SIGLIP = (12, 12, 64), (16, 16, 80), (16, 16, 72)
+_GPT_2, _BERT_LARGE = (12, 12, 64), (16, 16, 64)
 """Query heads, key heads, and columns of a head."""
 
-_READ = ("query", "key", "value", "mask", "bias")
+_READ = ("query", "key", "value", "mask", "bias", "dropout_mask")
 
 ATTENTION = OpSpec(
     name="attention",
@@ -175,6 +183,19 @@ ATTENTION = OpSpec(
         _call(1, 16, 24, 2, 1, 64),
         _call(1, 72, 136, 1, 1, 64, is_causal=True, window=(60, 0), softcap=5.0),
         _call(1, 24, 24, 1, 1, 64, dtype="float16", bias=(24, 24), documents=2, dropout_rate=0.25),
+        _call(
+            1,
+            24,
+            40,
+            2,
+            1,
+            64,
+            dropout_mask=(1, 2, 24, 40),
+            dropout_rate=0.5,
+            is_causal=True,
+            mask=(40,),
+            mask_value=-1e9,
+        ),
         _call(1, 24, 24, 2, 2, 80, is_causal=True, tags="test ragged"),  # in tiles of 96
         _call(1, 16, 16, 1, 1, 288, tags="test ragged"),
         *calls(_call, (0, 16, 16, 2, 1, 64), (2, 0, 16, 2, 1, 64), tags="test empty"),
@@ -202,6 +223,38 @@ ATTENTION = OpSpec(
             _call(2, 300, 500, 2, 1, 128, mask=(2, 1, 300, 500), dropout_rate=0.2),
             _call(1, 600, 600, 2, 1, 128, bias=(1, 2, 600, 600), mask=(600, 600), softcap=30.0),
             _call(1, 512, 512, 2, 1, 128, dtype="float16", documents=3, dropout_rate=0.1),
+            # Masks of a program's dropout as in GPT-2, and hidden scores of a finite value as in BERT; causal queries
+            # at the front may see no key.
+            _call(8, 1024, 1024, *_GPT_2, is_causal=True, dropout_mask=(8, 12, 1024, 1024), dropout_rate=0.1),
+            _call(16, 512, 512, *_BERT_LARGE, mask=(16, 1, 1, 512), mask_value=-1e9),
+            _call(
+                8,
+                512,
+                512,
+                *_GPT_2,
+                mask=(8, 1, 1, 512),
+                mask_value=-1e4,
+                dropout_mask=(8, 12, 512, 512),
+                dropout_rate=0.1,
+            ),
+            _call(2, 512, 512, 4, 2, 128, is_causal=True, mask=(2, 1, 1, 512), mask_value=-1e30),
+            _call(
+                2,
+                300,
+                500,
+                4,
+                2,
+                128,
+                dropout_mask=(2, 1, 300, 500),
+                dropout_rate=0.5,
+                dtype="float16",
+                mask_value=-9.0,
+                mask=(500,),
+            ),
+            _call(
+                2, 301, 301, 2, 1, 128, window=(9, 0), documents=3, mask_value=-1e9, bias=(2, 301, 301), mask=(301, 301)
+            ),
+            _call(1, 200, 333, 2, 1, 256, dropout_mask=(200, 1), dropout_rate=0.5, mask=(200, 1), mask_value=-1e9),
             # Few queries, and short sequences.
             _call(2, 5, 8192, 8, 2, 128),  # forward by the kernel of decoding
             _call(2, 1, 1000, *_VIT_B),

@@ -92,8 +92,9 @@ def is_plain(problem: Problem) -> bool:
 
 
 def features_of(problem: Problem) -> int:
-    """The number of softcap, dropout, segments, and dense mask or bias, each of which takes registers."""
-    return sum(map(bool, (problem.softcap, problem.dropout_rate, problem.masking.has_segments, problem.dense)))
+    """The number of softcap, dropout, segments, mask and bias, each of which takes registers."""
+    features = (problem.softcap, problem.dropout_rate, problem.masking.has_segments, problem.has_mask, problem.has_bias)
+    return sum(map(bool, features))
 
 
 def usual_two(problem: Problem) -> BackwardConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import jax
@@ -22,7 +23,7 @@ from pallas_kernels.ops.attention.backward.keys_launch import has_warps_apart
 from pallas_kernels.ops.attention.backward.queries import query_gradients
 from pallas_kernels.ops.attention.backward.tiles import Inputs, rows_of
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
-from pallas_kernels.ops.attention.problem import Extras, Problem
+from pallas_kernels.ops.attention.problem import Extras, Problem, padded_arrays
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.row_tiles import TileForm
 
@@ -45,7 +46,7 @@ def attention_backward(
     dlse: jax.Array | None = None,
     config: BackwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Returns (dquery, dkey, dvalue, ddense): like query, key, value and `extras.dense`; None unless that is a bias.
+    """Returns (dquery, dkey, dvalue, dbias): like query, key, value and `extras.bias`; None without a bias.
 
     Args:
         out, lse: of `attention_forward`.
@@ -56,7 +57,8 @@ def attention_backward(
     extras = extras or Extras()
     operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
     config = config or tuned_backward(problem)
-    inputs = Inputs(query, key, value, dout, rows_of(out, lse, dout, dlse, _TILE), {})
+    empty = math.inf if problem.marks_hidden else 0.0
+    inputs = Inputs(query, key, value, dout, rows_of(out, lse, dout, dlse, _TILE, empty=empty), {})
     # JAX's warps accept no array that varies over the devices of `jax.shard_map`.
     varies = any(jax.typeof(operand).manual_axis_type.varying for operand in operands)
     if config.queries is None and varies and has_warps_apart(problem):
@@ -72,16 +74,16 @@ def attention_backward(
         dq, dscores = query_gradients(own, problem=problem, form=form, config=config.queries)
         dk, dv = key_gradients(inputs._replace(extras=by_keys), problem=problem, form=form, config=config.keys)
     dquery, dkey, dvalue = (varying_like(gradient, *operands) for gradient in (dq, dk, dv))
-    ddense = None
+    dbias = None
     if dscores is not None:
-        assert extras.dense is not None
+        assert extras.bias is not None
         dscores = varying_like(dscores[:, :, : query.shape[1], : key.shape[1]], *operands)
-        axes = tuple(axis for axis, size in enumerate(extras.dense.shape) if size == 1)
-        ddense = jnp.sum(dscores, axis=axes, keepdims=True).astype(extras.dense.dtype)
+        axes = tuple(axis for axis, size in enumerate(extras.bias.shape) if size == 1)
+        dbias = jnp.sum(dscores, axis=axes, keepdims=True).astype(extras.bias.dtype)
     if problem.masking.keys == 1 and dlse is None:
         # The probability of a single key is 1 whatever its score: these gradients could only be rounding errors.
-        dquery, dkey, ddense = jax.tree.map(lambda x: varying_like(jnp.zeros_like(x), x), (dquery, dkey, ddense))
-    return dquery, dkey, dvalue, ddense
+        dquery, dkey, dbias = jax.tree.map(lambda x: varying_like(jnp.zeros_like(x), x), (dquery, dkey, dbias))
+    return dquery, dkey, dvalue, dbias
 
 
 def _with_whole_tiles(problem: Problem, columns: int) -> Problem:
@@ -109,10 +111,8 @@ def _extras(
     by_keys, by_queries = {}, {"places": _counted(keys + -keys % _TILE)}
     if extras.words is not None:
         by_keys["words"] = by_queries["words"] = extras.words
-    if extras.dense is not None:
-        pads = [(0, -size % _TILE if size > 1 else 0) for size in extras.dense.shape[2:]]
-        dense = jnp.pad(extras.dense, ((0, 0), (0, 0), *pads))
-        by_queries["dense"], by_keys["dense"] = dense, dense.swapaxes(2, 3)
+    for name, array in padded_arrays(extras, _TILE, _TILE).items():
+        by_queries[name], by_keys[name] = array, array.swapaxes(2, 3)
     if extras.query_segments is not None and extras.key_segments is not None:
         own, other, masking = extras.query_segments, extras.key_segments, problem.masking
         segments = {"query_segments": padded_segments(own, _TILE), "key_segments": padded_segments(other, _TILE)}

@@ -254,7 +254,7 @@ def key_gradients(inputs: Inputs, *, problem: Problem, form: TileForm, config: K
     float32 array like query with whole query tiles.
 
     Args:
-        inputs: with the dense array, if any, as (..., keys, queries). With `adds_dquery` there are no extras.
+        inputs: with bias and masks, if any, as (..., keys, queries). With `adds_dquery` there are no extras.
         problem: with `adds_dquery`, one with whole key tiles.
         form: the layout of query, key, value and dout tiles in shared memory.
     """

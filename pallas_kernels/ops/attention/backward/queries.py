@@ -76,7 +76,7 @@ class _Launch:
     @property
     def returns_dscores(self) -> bool:
         """Whether bias has a gradient, of which the kernel returns all parts: it then skips no tile."""
-        return self.problem.dense == "bias"
+        return self.problem.has_bias
 
     @property
     def blocks(self) -> int:

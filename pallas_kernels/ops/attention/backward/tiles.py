@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from jax import lax
 from pallas_kernels.ops.attention.dropout import with_kept
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
-from pallas_kernels.ops.attention.scores import capped, load_dense
+from pallas_kernels.ops.attention.scores import capped, load_bias, load_bits
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.row_tiles import TileForm
 
@@ -24,8 +25,9 @@ class Inputs(NamedTuple):
     """A kernel's arguments: arrays at the call, references in the kernel.
 
     query, key, value, dout: like `attention`'s. rows: see `rows_of`. extras: further arrays by name, where the problem
-    has them: "words", "dense", "query_segments" and "key_segments" (padded to whole tiles), "tiles" (with segments:
-    (batch, tiles, 4), the `TileRange` of each tile), and "places", the numbers of the keys (padded, int32).
+    has them: "words", "bias", "mask", "dropout_mask", "query_segments" and "key_segments" (padded to whole tiles),
+    "tiles" (with segments: (batch, tiles, 4), the `TileRange` of each tile), and "places", the numbers of the keys
+    (padded, int32).
     """
 
     query: Any
@@ -109,7 +111,7 @@ class Tile:
 
     query_axis: 0 or 1.
     batch, head: of the queries. row, column: the first query and key.
-    extras: see `Inputs`; the last two axes of "dense" are in the order of the tile's.
+    extras: see `Inputs`; the last two axes of bias and masks are in the order of the tile's.
     segments: the segments along axis 0, in registers, and a reference in shared memory to those along axis 1.
     words: of the dropout key, mixed.
     places: a reference to the numbers, from 0 on or from a later one, along axis 1: of queries in shared memory
@@ -142,27 +144,31 @@ class Tile:
             scores, bounded = capped(products, problem.scale, problem.softcap)
             # Between 0 and 1, and in 16 bits for want of registers.
             slope = (1 - bounded * bounded).astype(jnp.float16)
-        seen = self._seen() if is_masked else None
-        if problem.dense is not None:
-            starts = (self.column, self.row) if self.query_axis else (self.row, self.column)
-            dense = load_dense(self.extras["dense"], (self.batch, self.head), starts, self.shape)
-            if problem.dense == "bias":
-                scores = scores + dense.astype(jnp.float32) * LOG2_E
-            else:
-                shown = dense.astype(jnp.int32) != 0
-                seen = shown if seen is None else seen & shown
+        if problem.has_bias:
+            scores = scores + load_bias(self.extras["bias"], *self._place).astype(jnp.float32) * LOG2_E
         exponents = scores - self._along_queries(lse)
         if problem.bounds_weights:
             exponents = jnp.minimum(exponents, 0.0)
-        if seen is not None:
+        if problem.has_mask:
+            hidden = LOWEST if problem.mask_value is None else self._along_queries(self._hidden(lse))
+            exponents = jnp.where(self._bits("mask"), exponents, hidden)
+        if is_masked and (seen := self._seen()) is not None:
             exponents = jnp.where(seen, exponents, LOWEST)
         return jnp.exp2(exponents), slope
+
+    def _hidden(self, lse: jax.Array) -> jax.Array:
+        """The exponents of the scores that the mask hides; see `rows_of`."""
+        problem = self.problem
+        own = problem.hidden - lse
+        return jnp.where(lse == jnp.inf, -math.log2(problem.masking.keys), own) if problem.marks_hidden else own
 
     def marked(self, weights: jax.Array) -> jax.Array:
         """With dropout, half of the weights, negative where dropped: registers have no room for a mask beside them."""
         problem = self.problem
         if not problem.dropout_rate:
             return weights
+        if problem.has_dropout_mask:
+            return weights * jnp.where(self._bits("dropout_mask"), 0.5, -0.5)
         return with_kept(
             weights,
             lambda own, kept: own * (kept - 0.5),
@@ -186,8 +192,19 @@ class Tile:
         if self.problem.dropout_rate:
             # The dweights of dropped weights cancel, without a comparison or another mask in registers.
             dweights = dweights * kept_scale(self.problem)
-            return jnp.abs(marked) * (dweights - self._along_queries(2 * delta)) + marked * dweights
-        return marked * (dweights - self._along_queries(delta))
+            found = jnp.abs(marked) * (dweights - self._along_queries(2 * delta)) + marked * dweights
+        else:
+            found = marked * (dweights - self._along_queries(delta))
+        # Bits are loaded again: held in registers, they would be too many.
+        return found if self.problem.mask_value is None else jnp.where(self._bits("mask"), found, 0.0)
+
+    @property
+    def _place(self) -> tuple[tuple[Any, Any], tuple[Any, Any], tuple[int, int]]:
+        starts = (self.column, self.row) if self.query_axis else (self.row, self.column)
+        return (self.batch, self.head), starts, self.shape
+
+    def _bits(self, name: str) -> jax.Array:
+        return load_bits(self.extras[name], *self._place, self.query_axis)
 
     def row_layout(self) -> Any:
         """The layout of a vector with one value a query."""
@@ -317,10 +334,12 @@ def block_place(block: Any, *, tiles: int, lanes: int, waves: int = 2) -> tuple[
     return tile, first + rest - tile * here
 
 
-def rows_of(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int) -> jax.Array:
+def rows_of(
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int, *, empty: float = 0.0
+) -> jax.Array:
     """Three numbers a query, (batch, heads, 3, queries padded with zeros to a multiple of `rows`), float32.
 
-    lse in base 2, 0 for a query that sees no key; delta = sum(dout * out) - dlse, which the softmax subtracts from the
+    lse in base 2, `empty` where it is -inf; delta = sum(dout * out) - dlse, which the softmax subtracts from the
     gradients of a query's weights; and the query's number.
     """
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
@@ -330,5 +349,5 @@ def rows_of(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | N
     if dlse is not None:
         delta = delta - jnp.where(is_empty, 0, dlse)
     places = jnp.broadcast_to(jnp.arange(lse.shape[2], dtype=jnp.float32), lse.shape)
-    stacked = jnp.stack([jnp.where(is_empty, 0, lse * LOG2_E), delta, places], axis=2)
+    stacked = jnp.stack([jnp.where(is_empty, empty, lse * LOG2_E), delta, places], axis=2)
     return jnp.pad(stacked, ((0, 0), (0, 0), (0, 0), (0, -stacked.shape[3] % rows)))

@@ -134,8 +134,8 @@ def _of_large_heads(problem: Problem) -> ForwardConfig:
 def _further(problem: Problem) -> int:
     """The number of features, beside a causal mask, that take registers."""
     masking = problem.masking
-    things = (problem.dense, problem.softcap, problem.dropout_rate, masking.has_segments, masking.left is not None)
-    return sum(map(bool, things))
+    things = (problem.has_bias, problem.has_mask, problem.softcap, problem.dropout_rate, masking.has_segments)
+    return sum(map(bool, (*things, masking.left is not None)))
 
 
 def tuned_forward(problem: Problem) -> ForwardConfig:
@@ -150,9 +150,12 @@ def known(problem: Problem) -> tuning.Problem:
     left, right = ("all" if side is None else side for side in (masking.left, masking.right))
     further = {
         "segments": masking.has_segments,
-        str(problem.dense): problem.dense,
+        "bias": problem.has_bias,
+        "mask": problem.has_mask,
+        "mask_value": problem.mask_value,
         "softcap": problem.softcap,
         "dropout": problem.dropout_rate,
+        "dropout_mask": problem.has_dropout_mask,
     }
     return {
         "batch": tuning.near(problem.batch),

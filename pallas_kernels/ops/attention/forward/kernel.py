@@ -27,7 +27,7 @@ from pallas_kernels.ops.attention.forward.producer import Block, load_operands
 from pallas_kernels.ops.attention.forward.schedule import Schedule
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
-from pallas_kernels.ops.attention.problem import Extras, Problem
+from pallas_kernels.ops.attention.problem import Extras, Problem, padded_arrays
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.row_tiles import TileForm
 
@@ -41,7 +41,9 @@ def attention_forward(
     problem: Problem,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, lse): out like query, lse (batch, heads, queries) float32, -inf for a query that sees no key.
+    """Returns (out, lse): out like query, lse (batch, heads, queries) float32.
+
+    lse is -inf for a query that sees no key, but for a mask value which it can hold (`Problem.marks_hidden`).
 
     query: (batch, queries, heads, head size), key, value: (batch, keys, key heads, head size), of one 16-bit dtype.
     """
@@ -63,18 +65,13 @@ def attention_forward(
 
 def _extra_arrays(extras: Extras, problem: Problem, config: ForwardConfig) -> dict[str, jax.Array]:
     """The kernel's further arrays, by name, padded to whole tiles."""
-    arrays = {}
     rows, columns = config.rows, config.columns
+    arrays = padded_arrays(extras, rows, columns)
     if extras.query_segments is not None and extras.key_segments is not None:
         own, other = extras.query_segments, extras.key_segments
         arrays["tiles"] = segment_key_tiles(problem.masking, own, other, rows, columns)
         arrays["query_segments"] = padded_segments(own, rows)
         arrays["key_segments"] = padded_segments(other, columns)
-    if extras.dense is not None:
-        dense = extras.dense
-        extra = -dense.shape[2] % rows if dense.shape[2] > 1 else 0
-        extra = (extra, -dense.shape[3] % columns)
-        arrays["dense"] = jnp.pad(dense, ((0, 0), (0, 0), *((0, e) for e in extra))) if any(extra) else dense
     if extras.words is not None:
         arrays["words"] = extras.words
     return arrays
