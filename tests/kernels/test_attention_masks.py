@@ -22,6 +22,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     # (batch, queries, keys, heads, key heads, head size), arguments; arrays by their shapes
     "mask, value": ((2, 40, 70, 2, 1, 64), {"mask": (2, 1, 40, 70), "mask_value": -1e9}),
     "padding, value, causal": ((2, 72, 72, 1, 1, 64), {"mask": (2, 1, 1, 72), "mask_value": -3e38, "is_causal": True}),
+    "value, bias of -inf": ((2, 16, 24, 2, 1, 64), {"bias": (16, 24), "mask": (2, 1, 1, 24), "mask_value": -1e9}),
     "value within the scores' range": ((1, 24, 40, 2, 2, 96), {"mask": (24, 1), "mask_value": -3.0, "softcap": 5.0}),
     "window behind the last key, value, bias": (
         (1, 40, 20, 1, 1, 64),
@@ -50,6 +51,8 @@ def make(name, seed, dtype):
     if "bias" in given:
         shapes["bias"] = given["bias"]
     inputs = {name: normal(next(seeds), shape, dtype) for name, shape in shapes.items()}
+    if "-inf" in name:  # a causal program with padding: the first queries may see no key, but hidden ones
+        inputs["bias"] = jnp.where(jnp.tri(queries, keys, dtype=bool), inputs["bias"], -jnp.inf)
     static = {name: value for name, value in given.items() if name in ("is_causal", "window", "mask_value", "softcap")}
     arrays: dict[str, Any] = {}
     if "mask" in given:

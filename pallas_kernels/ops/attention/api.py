@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +16,7 @@ from pallas_kernels.ops.attention.forward.config import preferred
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.problem import (
     HEAD_SIZES,
+    LOWEST,
     Extras,
     Options,
     Problem,
@@ -163,8 +163,8 @@ def attention(
     out = out if out.shape[3] == size else out[..., :size]
     if not return_residuals:
         return out
-    if problem.marks_hidden and problem.mask_value is not None:  # the latter for type checkers
-        lse = jnp.where(lse == -jnp.inf, problem.mask_value + math.log(key.shape[1]), lse)
+    if problem.mask_value is not None and problem.hidden == LOWEST:
+        lse = jnp.where(lse < LOWEST / 2, problem.mask_value, lse)
     return out, lse.reshape(batch, heads, queries)
 
 

@@ -19,7 +19,6 @@ from pallas_kernels.primitives.random import key_words
 
 LOG2_E = 1.4426950408889634
 
-_FAR = -1e5
 _UNDERFLOW = 104
 """exp(-104) is 0 in float32."""
 
@@ -64,14 +63,6 @@ class Problem:
     def hidden(self) -> float:
         """The score that the mask gives, in base 2."""
         return -math.inf if self.mask_value is None else max(self.mask_value * LOG2_E, LOWEST)
-
-    @property
-    def marks_hidden(self) -> bool:
-        """Whether the log-sum-exp of a row that sees nothing is -inf and stands for `mask_value` + log(keys).
-
-        A float32 that is lower does not hold the logarithm: at 1e5, to 0.4 %.
-        """
-        return -math.inf < self.hidden < _FAR
 
     @property
     def product(self) -> Products | None:

@@ -9,6 +9,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import (
     BackwardConfig,
@@ -21,14 +22,15 @@ from pallas_kernels.ops.attention.backward.config import (
 from pallas_kernels.ops.attention.backward.keys import key_gradients
 from pallas_kernels.ops.attention.backward.keys_launch import has_warps_apart
 from pallas_kernels.ops.attention.backward.queries import query_gradients
-from pallas_kernels.ops.attention.backward.tiles import Inputs, rows_of
+from pallas_kernels.ops.attention.backward.tiles import MARK, Inputs, rows_of
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
-from pallas_kernels.ops.attention.problem import Extras, Problem, padded_arrays
+from pallas_kernels.ops.attention.problem import LOG2_E, Extras, Problem, padded_arrays
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.row_tiles import TileForm
 
 _TILE = 256
 """A multiple of every other tile's length."""
+_FAR = -1e5
 _CONSTANT = 4096
 """Numbers that a program may hold as a constant; with more, a kernel that counts takes no noticeable time."""
 
@@ -57,8 +59,7 @@ def attention_backward(
     extras = extras or Extras()
     operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
     config = config or tuned_backward(problem)
-    empty = math.inf if problem.marks_hidden else 0.0
-    inputs = Inputs(query, key, value, dout, rows_of(out, lse, dout, dlse, _TILE, empty=empty), {})
+    inputs = Inputs(query, key, value, dout, rows_of(_base_2(lse, extras, problem), out, lse, dout, dlse, _TILE), {})
     # JAX's warps accept no array that varies over the devices of `jax.shard_map`.
     varies = any(jax.typeof(operand).manual_axis_type.varying for operand in operands)
     if config.queries is None and varies and has_warps_apart(problem):
@@ -84,6 +85,20 @@ def attention_backward(
         # The probability of a single key is 1 whatever its score: these gradients could only be rounding errors.
         dquery, dkey, dbias = jax.tree.map(lambda x: varying_like(jnp.zeros_like(x), x), (dquery, dkey, dbias))
     return dquery, dkey, dvalue, dbias
+
+
+def _base_2(lse: jax.Array, extras: Extras, problem: Problem) -> jax.Array:
+    """The log-sum-exp in base 2, 0 for -inf. Where it is that of hidden scores alone, `MARK` times their number.
+
+    A float32 near a mask value below -1e5 does not hold the logarithm of a number: at -1e5, to 0.4 %.
+    """
+    found = jnp.where(lse == -jnp.inf, 0, lse * LOG2_E)
+    if extras.mask is None or not -math.inf < problem.hidden < _FAR:
+        return found
+    seen = jnp.sum(lax.population_count(extras.mask), axis=3, dtype=jnp.uint32)
+    count = problem.masking.keys - seen.astype(jnp.float32)
+    highest = (1 - 1e-6) * problem.hidden / LOG2_E + math.log(problem.masking.keys)
+    return jnp.where(lse <= highest, MARK * count, found)
 
 
 def _with_whole_tiles(problem: Problem, columns: int) -> Problem:

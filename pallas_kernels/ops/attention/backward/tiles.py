@@ -157,10 +157,8 @@ class Tile:
         return jnp.exp2(exponents), slope
 
     def _hidden(self, lse: jax.Array) -> jax.Array:
-        """The exponents of the scores that the mask hides; see `rows_of`."""
-        problem = self.problem
-        own = problem.hidden - lse
-        return jnp.where(lse == jnp.inf, -math.log2(problem.masking.keys), own) if problem.marks_hidden else own
+        """The exponents of the scores that the mask hides."""
+        return jnp.where(lse > MARK / 2, math.log2(MARK) - jnp.log2(lse), self.problem.hidden - lse)
 
     def marked(self, weights: jax.Array) -> jax.Array:
         """With dropout, half of the weights, negative where dropped: registers have no room for a mask beside them."""
@@ -334,20 +332,23 @@ def block_place(block: Any, *, tiles: int, lanes: int, waves: int = 2) -> tuple[
     return tile, first + rest - tile * here
 
 
+MARK = 2.0**100
+"""Times a number, what stands for the log-sum-exp of so many hidden scores and no others: far above all others."""
+
+
 def rows_of(
-    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int, *, empty: float = 0.0
+    base_2: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int
 ) -> jax.Array:
     """Three numbers a query, (batch, heads, 3, queries padded with zeros to a multiple of `rows`), float32.
 
-    lse in base 2, `empty` where it is -inf; delta = sum(dout * out) - dlse, which the softmax subtracts from the
+    base_2, lse in base 2; delta = sum(dout * out) - dlse, which the softmax subtracts from the
     gradients of a query's weights; and the query's number.
     """
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
     # Fused with the transposition, XLA's reduction takes five times as long.
     delta = lax.optimization_barrier(delta).transpose(0, 2, 1)
-    is_empty = lse == -jnp.inf
     if dlse is not None:
-        delta = delta - jnp.where(is_empty, 0, dlse)
+        delta = delta - jnp.where(lse == -jnp.inf, 0, dlse)
     places = jnp.broadcast_to(jnp.arange(lse.shape[2], dtype=jnp.float32), lse.shape)
-    stacked = jnp.stack([jnp.where(is_empty, empty, lse * LOG2_E), delta, places], axis=2)
+    stacked = jnp.stack([base_2, delta, places], axis=2)
     return jnp.pad(stacked, ((0, 0), (0, 0), (0, 0), (0, -stacked.shape[3] % rows)))

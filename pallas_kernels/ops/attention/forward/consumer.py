@@ -208,7 +208,7 @@ class Consumer:
         safe = jnp.where(is_empty, 1.0, total)
         inverse = jnp.where(is_empty, 0.0, 1.0 / (safe * (1 - problem.dropout_rate)))
         lse = maximum * (1 / LOG2_E) + jnp.log(safe)
-        lse = jnp.where(maximum <= problem.hidden if problem.marks_hidden else is_empty, -jnp.inf, lse)
+        lse = jnp.where(is_empty, -jnp.inf, lse)
         out = out * lax.broadcast_in_dim(inverse, out.shape, (0,))
         buffer = buffers["out" if config.own_output else "q"].at(warpgroup)
         rows = pl.ds(row, ROWS)

@@ -41,9 +41,7 @@ def attention_forward(
     problem: Problem,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, lse): out like query, lse (batch, heads, queries) float32.
-
-    lse is -inf for a query that sees no key, but for a mask value which it can hold (`Problem.marks_hidden`).
+    """Returns (out, lse): out like query, lse (batch, heads, queries) float32, -inf for a query that sees no key.
 
     query: (batch, queries, heads, head size), key, value: (batch, keys, key heads, head size), of one 16-bit dtype.
     """
