@@ -20,6 +20,7 @@ from pallas_kernels.ops.attention import cost, few_queries
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.backward.config import backward_candidates, backward_cost, default_backward
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
+from pallas_kernels.ops.attention.dense import TILE, WORD
 from pallas_kernels.ops.attention.forward.config import (
     default_forward,
     forward_candidates,
@@ -165,7 +166,8 @@ def test_every_choice_is_a_kernel(given):
     masking, shape = problem.masking, (problem.batch, problem.heads)
     query = jax.ShapeDtypeStruct((problem.batch, masking.queries, problem.heads, problem.head_size), problem.dtype)
     key = jax.ShapeDtypeStruct((problem.batch, masking.keys, problem.key_heads, problem.head_size), problem.dtype)
-    extras = Extras(words=jnp.zeros(2, "uint32") if problem.dropout_rate else None)
+    words = jnp.zeros((1, 1, masking.queries, -(-masking.keys // TILE) * TILE // WORD), "uint32")
+    extras = Extras(kept=words if problem.dropout_rate else None)
     lse = jax.ShapeDtypeStruct((*shape, masking.queries), jnp.float32)
     with jax.sharding.use_abstract_mesh(MESH):
         forwards, backwards = forward_candidates(problem), backward_candidates(problem)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import partial
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from draws import normal
 
-from pallas_kernels.ops.attention.dropout import Grid, keep_mask, with_kept
+from pallas_kernels.ops.attention.dropout import Grid, keep_mask
 from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.problem import problem_of
 from pallas_kernels.ops.attention.reference import attention_reference
-from pallas_kernels.primitives.random import key_words, mixed_words
+from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.specs import seeds_of
 
 BATCH, HEADS, LENGTH = 2, 3, 512
@@ -91,35 +89,6 @@ def test_keys_have_nothing_in_common(pair):
 def test_masks_of_other_lengths_are_as_random(length):
     mask = np.asarray(keep_mask(jax.random.key(1), 1, 1, 300, length, rate=0.1))
     assert deviations(mask.sum(), 0.9, mask.size) < 5
-
-
-@pytest.mark.usefixtures("interpreter")
-# Limits that are floats, those of which a scale is needed, and those that are none.
-@pytest.mark.parametrize(("rate", "query_axis", "columns"), [(0.1, 0, 32), (0.5, 1, 64), (0.002, 0, 32), (0.97, 1, 64)])
-def test_kernels_make_the_same_mask(rate, query_axis, columns, seed):
-    batch, heads, queries, keys = 2, 2, 128, 128
-    query, key = (jnp.zeros((batch, n, heads, 64), jnp.bfloat16) for n in (queries, keys - 3))
-    nothing: dict[str, Any] = dict.fromkeys(("bias", "mask", "scale", "window", "segment_ids", "softcap"))
-    problem, _ = problem_of(query, key, **nothing, is_causal=False, dropout_rate=rate, dropout_key=None)
-    shape = (queries, keys) if query_axis == 0 else (keys, queries)
-
-    def body(words_ref, mask_ref):
-        tile = partial(with_kept, jnp.full((64, columns), 3.0), lambda values, kept: values * kept, problem=problem)
-        words = mixed_words(words_ref)
-        for row in range(0, shape[0], 64):
-            for column in range(0, shape[1], columns):
-                query, key = (row, column) if query_axis == 0 else (column, row)
-                kept = tile(words=words, query_axis=query_axis, head=jnp.int32(3), query=query, key=key)
-                mask_ref[row : row + 64, column : column + columns] = kept
-
-    random_key = jax.random.key(seed)
-    out_type = jax.ShapeDtypeStruct(shape, jnp.float32)
-    params = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
-    kernel = plgpu.kernel(body, out_type=out_type, grid=(1,), grid_names=("block",), compiler_params=params)
-    got = np.asarray(kernel(key_words(random_key)))
-    want = np.asarray(keep_mask(random_key, batch, heads, queries, keys - 3, rate=rate))[1, 1]
-    got = (got if query_axis == 0 else got.T)[:, : keys - 3]
-    np.testing.assert_array_equal(got, 3.0 * want, err_msg=f"seed={seed}")
 
 
 @pytest.mark.parametrize(("rate", "dtype"), [(0.1, jnp.bfloat16), (0.5, jnp.float16)])

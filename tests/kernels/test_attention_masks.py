@@ -15,7 +15,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import testing
 from pallas_kernels.ops.attention.api import attention
-from pallas_kernels.ops.attention.problem import packed_bits, problem_of
+from pallas_kernels.ops.attention.dense import packed_bits, seen_bits, unpacked_bits
+from pallas_kernels.ops.attention.masking import Masking
+from pallas_kernels.ops.attention.problem import problem_of
 from pallas_kernels.specs import ErrorBound, seeds_of
 
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -176,6 +178,22 @@ def test_packed_bits_are_numpys(keys, seed):
     found = words.view(np.uint8)
     np.testing.assert_array_equal(found[..., : want.shape[-1]], want, err_msg=f"seed={seed}")
     assert not found[..., want.shape[-1] :].any()
+    np.testing.assert_array_equal(unpacked_bits(jnp.asarray(words), keys), mask)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "left", "right"), [(600, 600, None, 0), (900, 300, 40, 0), (300, 900, 0, 9)]
+)
+def test_bits_are_those_of_all_pairs_that_are_seen(queries, keys, left, right, seed):
+    masking = Masking(queries=queries, keys=keys, left=left, right=right)
+    mask = jnp.asarray(np.random.default_rng(seed).random((1, 2, queries, keys)) < 0.5)
+    row, column = np.arange(queries)[:, None], np.arange(keys)
+    seen = np.asarray(masking.visible(row, column))
+    words = packed_bits(mask)
+    for bits in (seen_bits(mask, masking), seen_bits(words, masking)):
+        assert bits.shape == words.shape
+        np.testing.assert_array_equal(unpacked_bits(bits, keys) & seen, mask & seen, err_msg=f"seed={seed}")
+        assert not unpacked_bits(bits, keys)[:, :, 0, 512:].any()
 
 
 CAUSAL: dict[str, Any] = {"is_causal": True}

@@ -23,7 +23,8 @@ from pallas_kernels.ops.attention.problem import (
     Segments,
     Window,
     check,
-    problem_of,
+    extras_of,
+    facts_of,
     size_taken,
     widened,
 )
@@ -81,14 +82,17 @@ def attention(
         segment_ids: integers (batch, length), or a pair of (batch, queries) and (batch, keys): queries see only keys of
             their own segment. "mosaic" skips tiles of keys that have other segments only.
         softcap: a positive finite Python number, or None.
-        dropout_rate: a Python number, 0 <= rate < 1; the nearest multiple of 2**-15 is used. The mask depends only on
-            the key and the element's position.
-        dropout_key: one key from `jax.random.key` or `jax.random.PRNGKey`; needed if the rate is above 0. Members of a
-            `jax.vmap`, and devices of a `jax.shard_map`, that share a key get the same mask.
+        dropout_rate: a Python number, 0 <= rate < 1.
+        dropout_key: one key from `jax.random.key` or `jax.random.PRNGKey`; it or dropout_mask is needed if the rate is
+            above 0. The mask depends only on the key and the element's position, and has the nearest multiple of 2**-15
+            as its rate. Members of a `jax.vmap`, and devices of a `jax.shard_map`, that share a key get the same mask.
         dropout_mask: the weights to keep, in place of dropout_key: boolean (True keeps), broadcastable to
-            (batch, heads, queries, keys), usually `jax.random.bernoulli(key, 1 - dropout_rate, shape)`.
+            (batch, heads, queries, keys), usually `jax.random.bernoulli(key, 1 - dropout_rate, shape)`. "mosaic" keeps
+            a bit for each weight for the gradient, as with a key.
         mask_value: the score of hidden keys, a Python number below 0 such as -1e9. A query that sees no key then
             averages all values; hidden scores have no gradient. None: -inf, and such a query has weights of zero.
+            "mosaic" takes scores to be above -1e30, and no seen one to be near a mask value below -1e5. It visits all
+            tiles, unless each query sees a key and the value is below -1e30, or out of reach of float16 or softcap.
         deterministic: whether gradients have the same bits in every run. False: a long backward pass of "mosaic" adds
             the parts of query's gradient in any order, so that its rounding may differ between runs; the other
             gradients do not depend on that order. On an H100, under a causal mask from 8192 queries on, both passes
@@ -148,7 +152,7 @@ def attention(
     if query.size == 0 or key.size == 0:
         choose("attention", implementation, support)
         return attention_reference(query, key, value, **options, return_residuals=return_residuals)
-    problem, extras = problem_of(query, key, **options)
+    problem = facts_of(query, key, **options)
     chosen = choose("attention", implementation, support, preferred=lambda: preferred(packed(problem)))
     if chosen == "xla":
         return attention_reference(query, key, value, **options, return_residuals=return_residuals)
@@ -157,6 +161,7 @@ def attention(
         return cudnn_attention(query, key, value, bias=bias, is_causal=is_causal, scale=scale, window=window)
     batch, queries, heads, size = query.shape
     is_decoded = decodes(problem) and not return_residuals
+    extras = extras_of(problem, **options)
     problem, operands = _launched(packed(problem), query, key, value, extras)
     out, lse = _mosaic(problem, return_residuals, is_decoded, *operands)  # pyright: ignore[reportGeneralTypeIssues]
     out = unpack(out, heads)

@@ -7,7 +7,8 @@ from typing import Unpack
 
 import jax
 
-from pallas_kernels.ops.attention.problem import Options, Window, four_axes, sides_of
+from pallas_kernels.ops.attention.dense import four_axes
+from pallas_kernels.ops.attention.problem import Options, Window, sides_of
 from pallas_kernels.primitives.platform import target_device
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ops.attention.problem import Problem, padded
+from pallas_kernels.ops.attention.problem import Problem, wider
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import Scores
 from pallas_kernels.primitives.platform import target_device, varying_like
@@ -69,7 +69,7 @@ def decoded(query: jax.Array, key: jax.Array, value: jax.Array, *, problem: Prob
     batch, queries, heads, size = query.shape
     wide = next(whole for whole in _DECODED_SIZES if whole >= size)
     if wide > size:
-        return decoded(*padded(wide, query, key, value), problem=problem)[..., :size]
+        return decoded(*wider(wide, query, key, value), problem=problem)[..., :size]
     rows = query.swapaxes(1, 2).reshape(batch, 1, heads * queries, size)
     # A constant in the program, where `jnp.full` would be a kernel.
     lengths = varying_like(jnp.asarray(np.full(batch, key.shape[1], np.int32)), query, key, value)

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from pallas_kernels.ops.attention.dense import four_axes, packed_bits, padded, seen_bits, whole_rows
+from pallas_kernels.ops.attention.dropout import keep_bits
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.primitives.checks import as_arrays, dropout_words, positive_number, static_number
 from pallas_kernels.primitives.flop_metadata import Products, product
-from pallas_kernels.primitives.random import key_words
 
 LOG2_E = 1.4426950408889634
 
@@ -34,7 +35,7 @@ class Problem:
     scale: of the scores.
     softcap: scores become softcap * tanh(score / softcap), after the scale and before bias and mask.
     dropout_rate: the share of weights set to zero; the others are divided by 1 - dropout_rate.
-    has_bias, has_mask, has_dropout_mask: whether the launch has these arrays (`Extras`).
+    has_bias, has_mask: whether the launch has these arrays (`Extras`).
     mask_value: the score that the mask gives to those that it hides; None: -inf. What hides is then all in the mask.
     bounds_weights: whether to bound weights by 1. Those of keys of zeros beyond the last key may be infinite otherwise,
         and infinity times such a key is not zero.
@@ -53,7 +54,6 @@ class Problem:
     dropout_rate: float = 0.0
     has_bias: bool = False
     has_mask: bool = False
-    has_dropout_mask: bool = False
     mask_value: float | None = None
     bounds_weights: bool = False
     clips: bool = False
@@ -88,16 +88,20 @@ class Extras:
 
     query_segments, key_segments: (batch, queries), (batch, keys), integers.
     bias: (1 or batch, 1 or heads, 1 or queries, keys), floating.
-    mask, dropout_mask: `packed_bits` of such arrays. Zeros hide, or drop.
-    words: (2,) uint32, `primitives.random.key_words` of the dropout key.
+    mask, kept: `packed_bits` of such arrays: what is not hidden, and what dropout keeps.
     """
 
     query_segments: jax.Array | None = None
     key_segments: jax.Array | None = None
     bias: jax.Array | None = None
     mask: jax.Array | None = None
-    dropout_mask: jax.Array | None = None
-    words: jax.Array | None = None
+    kept: jax.Array | None = None
+
+    def dense(self, rows: int, columns: int) -> dict[str, jax.Array]:
+        """Bias, mask and kept, by name, padded to whole tiles."""
+        found = {"bias": self.bias, "mask": self.mask, "kept": self.kept}
+        # Rows of words are whole tiles already.
+        return {n: padded(a, rows, columns if n == "bias" else 1) for n, a in found.items() if a is not None}
 
 
 Window = int | tuple[int | None, int | None] | None
@@ -149,10 +153,15 @@ class Options(TypedDict):
 
 def problem_of(query: jax.Array, key: jax.Array, **options: Unpack[Options]) -> tuple[Problem, Extras]:
     """The static facts and the further arrays of a launch, from arguments of `attention`."""
-    bias, mask, segment_ids = options["bias"], options["mask"], options["segment_ids"]
-    rate, dropout_key, dropout_mask = options["dropout_rate"], options["dropout_key"], options.get("dropout_mask")
+    problem = facts_of(query, key, **options)
+    return problem, extras_of(problem, **options)
+
+
+def facts_of(query: jax.Array, key: jax.Array, **options: Unpack[Options]) -> Problem:
+    """The static facts of a launch, from arguments of `attention`, of which arrays may be shapes alone."""
     batch, queries, heads, size = query.shape
     keys, key_heads = key.shape[1:3]
+    segment_ids = options["segment_ids"]
     problem = Problem(
         batch=batch,
         heads=heads,
@@ -162,33 +171,42 @@ def problem_of(query: jax.Array, key: jax.Array, **options: Unpack[Options]) -> 
         masking=masking_of(queries, keys, options["is_causal"], options["window"], segment_ids is not None),
         scale=1 / math.sqrt(size) if options["scale"] is None else options["scale"],
         softcap=options["softcap"],
-        dropout_rate=rate,
-        has_bias=bias is not None,
-        has_mask=mask is not None,
-        has_dropout_mask=dropout_mask is not None,
+        dropout_rate=options["dropout_rate"],
+        has_bias=options["bias"] is not None,
+        has_mask=options["mask"] is not None,
         mask_value=options.get("mask_value"),
         deterministic=options.get("deterministic", True),
     )
+    if problem.mask_value is None:
+        return problem
+    has_bounds = problem.masking.has_band or problem.masking.has_segments
+    if not problem.has_mask and (not has_bounds or _hides_as_infinity(problem, segment_ids)):
+        return replace(problem, mask_value=None)
+    # Queries that see no key average all values, so that no tile may be skipped.
+    return replace(problem, has_mask=True, masking=Masking(queries=queries, keys=keys))
+
+
+def extras_of(problem: Problem, **options: Unpack[Options]) -> Extras:
+    """The further arrays of a launch."""
+    bias, mask, segment_ids = options["bias"], options["mask"], options["segment_ids"]
+    queries, keys = problem.masking.queries, problem.masking.keys
     if problem.mask_value is not None:
-        seen = seen_pairs(problem.masking, segment_ids)
-        if mask is None and (seen is None or _hides_as_infinity(problem, segment_ids)):
-            problem = replace(problem, mask_value=None)
-        else:
-            # Queries that see no key average all values, so that no tile may be skipped.
-            mask = seen if mask is None else mask if seen is None else four_axes(mask) & seen
-            problem = replace(problem, has_mask=True, masking=Masking(queries=queries, keys=keys))
-            segment_ids = None
+        bounds = masking_of(queries, keys, options["is_causal"], options["window"], segment_ids is not None)
+        seen = seen_pairs(bounds, segment_ids)
+        mask = seen if mask is None else mask if seen is None else four_axes(mask) & seen
+        segment_ids = None
     own, other = (None, None) if segment_ids is None else segments_of(segment_ids)
-    words = key_words(dropout_key) if rate and dropout_key is not None else None
-    extras = Extras(
+    kept, key = options.get("dropout_mask"), options["dropout_key"]
+    kept = None if kept is None else whole_rows(kept, keys)
+    if problem.dropout_rate and key is not None:
+        kept = keep_bits(key, problem.batch, problem.heads, queries, keys, rate=problem.dropout_rate)
+    return Extras(
         query_segments=own,
         key_segments=other,
         bias=None if bias is None else whole_rows(bias, keys),
         mask=None if mask is None else packed_bits(whole_rows(mask, keys)),
-        dropout_mask=None if dropout_mask is None else packed_bits(whole_rows(dropout_mask, keys)),
-        words=words,
+        kept=None if kept is None else seen_bits(kept, problem.masking),
     )
-    return problem, extras
 
 
 def _hides_as_infinity(problem: Problem, segment_ids: Segments) -> bool:
@@ -214,46 +232,6 @@ def seen_pairs(masking: Masking, segment_ids: Segments) -> jax.Array | None:
         segments = (own[:, None, :, None], other[:, None, None])
     seen = masking.visible(row, column, *segments, tile=1)
     return None if seen is None else four_axes(seen)
-
-
-_WORD, _TILE = 32, 256
-"""Bits of a word, and keys of which words are whole: a multiple of every tile's."""
-
-
-def packed_bits(array: jax.Array) -> jax.Array:
-    """A boolean array's last axis as bits of uint32: key k is bit k % 32 of word k // 32. Zeros fill the last tile.
-
-    Both passes read an eighth of the bytes that booleans have, and a gradient keeps no more.
-    """
-    keys = array.shape[-1]
-    array = jnp.pad(array, (*[(0, 0)] * (array.ndim - 1), (0, -keys % _TILE)))
-    bits = array.reshape(*array.shape[:-1], -1, _WORD).astype(jnp.uint32)
-    return jnp.sum(bits << jnp.arange(_WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
-
-
-def padded_arrays(extras: Extras, rows: int, columns: int) -> dict[str, jax.Array]:
-    """Bias, mask and dropout mask, by name, padded to whole tiles."""
-    found = {}
-    for name in ("bias", "mask", "dropout_mask"):
-        array = getattr(extras, name)
-        if array is not None:
-            extra = (
-                -array.shape[2] % rows if array.shape[2] > 1 else 0,
-                -array.shape[3] % columns if name == "bias" else 0,
-            )
-            found[name] = jnp.pad(array, ((0, 0), (0, 0), *((0, e) for e in extra))) if any(extra) else array
-    return found
-
-
-def whole_rows(array: jax.Array, keys: int) -> jax.Array:
-    """`four_axes`, of which the last has so many keys."""
-    array = four_axes(array)
-    return array if array.shape[3] == keys else jnp.broadcast_to(array, (*array.shape[:3], keys))
-
-
-def four_axes(array: jax.Array) -> jax.Array:
-    """A mask or bias with leading axes of length 1 up to four axes."""
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
 def check(query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[Options]) -> None:
@@ -382,9 +360,9 @@ def widened(problem: Problem, *arrays: jax.Array) -> tuple[Problem, tuple[jax.Ar
     assert taken is not None
     if taken == size:
         return problem, arrays
-    return replace(problem, head_size=taken, clips=clips), arrays if clips else padded(taken, *arrays)
+    return replace(problem, head_size=taken, clips=clips), arrays if clips else wider(taken, *arrays)
 
 
-def padded(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def wider(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Pads the last axis of each array with zeros to `size`."""
     return tuple(jnp.pad(array, (*[(0, 0)] * (array.ndim - 1), (0, size - array.shape[-1]))) for array in arrays)

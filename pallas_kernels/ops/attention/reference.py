@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.export import is_symbolic_dim
 
+from pallas_kernels.ops.attention.dense import four_axes
 from pallas_kernels.ops.attention.dropout import keep_mask
-from pallas_kernels.ops.attention.problem import Segments, Window, four_axes, masking_of, seen_pairs
+from pallas_kernels.ops.attention.problem import Segments, Window, masking_of, seen_pairs
 
 SCORES_BYTES = 16 * 2**30
 """The most bytes of scores at once: if all heads would take more, one key head is computed at a time."""

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.dropout import with_kept
+from pallas_kernels.ops.attention.dense import REGISTER, load_bias, load_bits
 from pallas_kernels.ops.attention.masking import Side
 from pallas_kernels.ops.attention.problem import LOG2_E, Problem
-from pallas_kernels.primitives.random import Words
 
-_REGISTER = 8
-"""Columns of the accumulators' layout over which a thread has one register a row."""
 _LARGE_CAP, _SMALL_ANGLE = 1000, 0.02
 
 
@@ -40,14 +35,13 @@ def capped(products: jax.Array, scale: float, softcap: float) -> tuple[jax.Array
 class Scores:
     """The forward pass's arithmetic on a tile of 64 queries by `columns` keys, in the accumulators' layout.
 
-    extras: references to the arrays of `Extras`, padded to whole tiles. words: `mixed_words` of the dropout key.
+    extras: references to the arrays of `Extras`, padded to whole tiles.
     short_masks: see `ForwardConfig`.
     """
 
     problem: Problem
     columns: int
     extras: dict[str, Any]
-    words: Words | None = None
     short_masks: bool = False
 
     @property
@@ -92,7 +86,7 @@ class Scores:
     def _within_bounds(self, scores: jax.Array, row: Any, column: Any, side: Side | None) -> jax.Array:
         """`masked`, by comparing columns in the tile, which are constants, with bounds that are computed once a row."""
         masking, layout = self.problem.masking, plgpu.Layout.WGMMA
-        rows, places = (plgpu.broadcasted_iota(jnp.int32, (64, _REGISTER), axis, layout=layout) for axis in (0, 1))
+        rows, places = (plgpu.broadcasted_iota(jnp.int32, (64, REGISTER), axis, layout=layout) for axis in (0, 1))
         own = (places & ~1) + column
         is_odd = places & 1
         last = first = None
@@ -104,8 +98,8 @@ class Scores:
         if masking.left is not None and side != "right":
             first = rows + (row - masking.left) - own
         parts = []
-        for start in range(0, self.columns, _REGISTER):
-            part, place = scores[:, start : start + _REGISTER], is_odd + start
+        for start in range(0, self.columns, REGISTER):
+            part, place = scores[:, start : start + REGISTER], is_odd + start
             if last is not None:
                 part = jnp.where(place <= last, part, -jnp.inf)
             if first is not None:
@@ -118,65 +112,11 @@ class Scores:
         problem = self.problem
         if not problem.dropout_rate:
             return weights
-        if problem.has_dropout_mask:
-            kept = load_bits(self.extras["dropout_mask"], (batch, head), (row, column), (64, self.columns))
-            return jnp.where(kept, weights, 0.0)
-        assert self.words is not None
-        place = {"words": self.words, "head": batch * problem.heads + head, "query": row, "key": column}
-        return with_kept(weights, operator.mul, problem=problem, query_axis=0, **place)
+        kept = load_bits(self.extras["kept"], (batch, head), (row, column), (64, self.columns))
+        return jnp.where(kept, weights, 0.0)
 
     def _places(self, row: Any, column: Any) -> tuple[jax.Array, jax.Array]:
         shape, layout = (64, self.columns), plgpu.Layout.WGMMA
         rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
         columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
         return rows + row, columns + column
-
-
-def load_bits(
-    ref: Any, lead: tuple[Any, Any], starts: tuple[Any, Any], shape: tuple[int, int], query_axis: int = 0
-) -> jax.Array:
-    """A tile of a mask of `packed_bits`, boolean in the accumulators' layout.
-
-    ref: to (1 or batch, 1 or heads, queries or 1, words), or with queries along axis 1 to (..., words, queries or 1).
-    lead: the batch entry and the head. starts: the tile's first places along its axes, of keys a multiple of 64.
-    """
-    layout = plgpu.Layout.WGMMA
-    places = [0 if size == 1 else place for size, place in zip(ref.shape, lead, strict=False)]
-    first = lax.div(jnp.asarray(starts[1 - query_axis], jnp.int32), 32)
-    is_one = ref.shape[2 + query_axis] == 1
-
-    def words(index: int, columns: int) -> jax.Array:
-        """The words of the tile's queries, of the index-th 32 keys."""
-        queries = 0 if is_one else pl.ds(starts[query_axis], shape[query_axis])
-        place = (*places, first + index, queries) if query_axis else (*places, queries, first + index)
-        if is_one:
-            return lax.broadcast(ref[place], (shape[0], columns))
-        values = plgpu.load(ref.at[place], layout=layout.reduce(1 - query_axis), optimized=False)
-        return lax.broadcast_in_dim(values, (shape[0], columns), (query_axis,))
-
-    if query_axis:
-        key = plgpu.broadcasted_iota(jnp.uint32, shape, 0, layout=layout)
-        own = jnp.where(key < 32, words(0, shape[1]), words(1, shape[1]))
-        return (own & (jnp.uint32(1) << (key & jnp.uint32(31)))) != 0
-    # Shifted once for eight columns, which are one register, so that each bit is compared with a constant.
-    column = plgpu.broadcasted_iota(jnp.uint32, (shape[0], _REGISTER), 1, layout=layout)
-    parts = []
-    for start in range(0, shape[1], 32):
-        shifted = words(start // 32, _REGISTER) >> column
-        parts += [shifted & jnp.uint32(1 << place) for place in range(0, 32, _REGISTER)]
-    return lax.concatenate(parts, 1) != 0
-
-
-def load_bias(ref: Any, lead: tuple[Any, Any], starts: tuple[Any, Any], shape: tuple[int, int]) -> jax.Array:
-    """A tile of a bias in the accumulators' layout, broadcast along the array's axes of length 1.
-
-    ref: to (1 or batch, 1 or heads, rows or 1, columns or 1). lead: the batch entry and the head.
-    """
-    places = [0 if size == 1 else place for size, place in zip(ref.shape, lead, strict=False)]
-    axes = [axis for axis in (0, 1) if ref.shape[2 + axis] > 1]
-    index = [pl.ds(starts[axis], shape[axis]) if axis in axes else 0 for axis in (0, 1)]
-    if not axes:  # of a single query and a single key
-        return lax.broadcast(ref[(*places, 0, 0)], shape)
-    layout = plgpu.Layout.WGMMA if len(axes) == 2 else plgpu.Layout.WGMMA.reduce(1 - axes[0])
-    values = plgpu.load(ref.at[(*places, *index)], layout=layout, optimized=False)
-    return values if len(axes) == 2 else lax.broadcast_in_dim(values, shape, tuple(axes))

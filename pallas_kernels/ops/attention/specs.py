@@ -17,7 +17,7 @@ from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.few_queries import pack, packed, unpack
 from pallas_kernels.ops.attention.forward.config import forward_candidates, known
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
-from pallas_kernels.ops.attention.problem import Problem, masking_of, problem_of, segments_of, widened
+from pallas_kernels.ops.attention.problem import Extras, Problem, facts_of, masking_of, problem_of, segments_of, widened
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.spec_builders import arg_spec, backward_passes, call_name, calls, traffic, variants
 from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, ErrorBound, Fill, OpSpec
@@ -115,21 +115,19 @@ _NAMES = ("bias", "mask", "is_causal", "scale", "window", "segment_ids", "softca
 _NAMES += ("dropout_mask", "mask_value")
 
 
-def _problem(arguments: Mapping[str, Any]):
+def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {name: arguments.get(name) for name in _NAMES}
     given |= {"is_causal": bool(given["is_causal"]), "dropout_rate": given["dropout_rate"] or 0.0}
-    given["deterministic"] = arguments.get("deterministic", True)
-    return problem_of(arguments["query"], arguments["key"], **given)
+    return {**given, "deterministic": arguments.get("deterministic", True)}
+
+
+def _problem(arguments: Mapping[str, Any]) -> tuple[Problem, Extras]:
+    return problem_of(arguments["query"], arguments["key"], **_options(arguments))
 
 
 def _described(arguments: Mapping[str, Any]) -> Problem:
     """The launch of arguments that may be shapes alone."""
-    names = ("query", "key", "bias", "mask", "segment_ids", "dropout_key", "dropout_mask")
-    found = []
-    jax.eval_shape(
-        lambda arrays: found.append(_problem({**arguments, **arrays})[0]), {n: arguments.get(n) for n in names}
-    )
-    return packed(found[0])
+    return packed(facts_of(arguments["query"], arguments["key"], **_options(arguments)))
 
 
 def _forward(*, query, key, value, config=None, **others):

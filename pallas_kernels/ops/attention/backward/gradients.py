@@ -23,13 +23,12 @@ from pallas_kernels.ops.attention.backward.keys import key_gradients
 from pallas_kernels.ops.attention.backward.keys_launch import has_warps_apart
 from pallas_kernels.ops.attention.backward.queries import query_gradients
 from pallas_kernels.ops.attention.backward.tiles import MARK, Inputs, rows_of
+from pallas_kernels.ops.attention.dense import TILE
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
-from pallas_kernels.ops.attention.problem import LOG2_E, Extras, Problem, padded_arrays
+from pallas_kernels.ops.attention.problem import LOG2_E, Extras, Problem
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.row_tiles import TileForm
 
-_TILE = 256
-"""A multiple of every other tile's length."""
 _FAR = -1e5
 _CONSTANT = 4096
 """Numbers that a program may hold as a constant; with more, a kernel that counts takes no noticeable time."""
@@ -59,7 +58,7 @@ def attention_backward(
     extras = extras or Extras()
     operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
     config = config or tuned_backward(problem)
-    inputs = Inputs(query, key, value, dout, rows_of(_base_2(lse, extras, problem), out, lse, dout, dlse, _TILE), {})
+    inputs = Inputs(query, key, value, dout, rows_of(_base_2(lse, extras, problem), out, lse, dout, dlse, TILE), {})
     # JAX's warps accept no array that varies over the devices of `jax.shard_map`.
     varies = any(jax.typeof(operand).manual_axis_type.varying for operand in operands)
     if config.queries is None and varies and has_warps_apart(problem):
@@ -95,8 +94,9 @@ def _base_2(lse: jax.Array, extras: Extras, problem: Problem) -> jax.Array:
     found = jnp.where(lse == -jnp.inf, 0, lse * LOG2_E)
     if extras.mask is None or not -math.inf < problem.hidden < _FAR:
         return found
-    seen = jnp.sum(lax.population_count(extras.mask), axis=3, dtype=jnp.uint32)
-    count = problem.masking.keys - seen.astype(jnp.float32)
+    count = problem.masking.keys - jnp.sum(lax.population_count(extras.mask), axis=3, dtype=jnp.uint32).astype(
+        jnp.float32
+    )
     highest = (1 - 1e-6) * problem.hidden / LOG2_E + math.log(problem.masking.keys)
     return jnp.where(lse <= highest, MARK * count, found)
 
@@ -123,14 +123,12 @@ def _extras(
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """The extras of the kernel of dkey and dvalue, and of that of dquery; see `Inputs`."""
     keys = problem.masking.keys
-    by_keys, by_queries = {}, {"places": _counted(keys + -keys % _TILE)}
-    if extras.words is not None:
-        by_keys["words"] = by_queries["words"] = extras.words
-    for name, array in padded_arrays(extras, _TILE, _TILE).items():
+    by_keys, by_queries = {}, {"places": _counted(keys + -keys % TILE)}
+    for name, array in extras.dense(TILE, TILE).items():
         by_queries[name], by_keys[name] = array, array.swapaxes(2, 3)
     if extras.query_segments is not None and extras.key_segments is not None:
         own, other, masking = extras.query_segments, extras.key_segments, problem.masking
-        segments = {"query_segments": padded_segments(own, _TILE), "key_segments": padded_segments(other, _TILE)}
+        segments = {"query_segments": padded_segments(own, TILE), "key_segments": padded_segments(other, TILE)}
         by_keys |= segments
         by_queries |= segments
         by_keys["tiles"] = segment_query_tiles(masking, own, other, by_key.rows, by_key.columns)

@@ -32,7 +32,6 @@ from pallas_kernels.ops.attention.backward.tiles import Inputs, KeyGradients, Ti
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.barriers import drain
-from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.row_tiles import TileForm, multiply_across, multiply_down
 
 Gradients = tuple[jax.Array, ...]
@@ -79,7 +78,6 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
     """Computes and stores dkey, dvalue or both of a warpgroup's 64 keys, and its half of the block's shares."""
     launch, scratch, inputs = block.launch, block.scratch, block.inputs
     problem, config, form = launch.problem, launch.config, launch.form
-    words = mixed_words(inputs.extras["words"]) if "words" in inputs.extras else None
     plgpu.barrier_wait(scratch.held)
 
     def first() -> Any:
@@ -134,7 +132,6 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
                 row=row,
                 column=block.first_key + first(),
                 extras=inputs.extras,
-                words=words,
                 places=places,
                 segments=None if segments is None else (segments, scratch.query_segments.at[stage]),
             )

@@ -35,7 +35,6 @@ from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, bl
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives import compat
 from pallas_kernels.primitives.barriers import drain
-from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.row_tiles import TileForm, multiply_across, multiply_down
 
 _VECTOR = plgpu.Layout.WGMMA.reduce(1)
@@ -184,7 +183,6 @@ def consume(block: _Block, warpgroup: Any) -> None:
     """Runs a consumer: computes and stores dquery of 64 queries, and what else the launch returns."""
     launch, scratch, lane, extras = block.launch, block.scratch, block.lane, block.inputs.extras
     problem, config, visits = launch.problem, launch.config, block.visits
-    words = mixed_words(extras["words"]) if "words" in extras else None
     first = block.first_query + warpgroup * WARPGROUP_ROWS
     own_rows = block.inputs.rows.at[lane.batch, lane.head]
     lse, delta = (_row_values(own_rows.at[i, pl.ds(first, WARPGROUP_ROWS)]) for i in (0, 1))
@@ -210,7 +208,6 @@ def consume(block: _Block, warpgroup: Any) -> None:
             row=first,
             column=column,
             extras=extras,
-            words=words,
             places=extras["places"].at[pl.ds(column, config.columns)],
             segments=None if segments is None else (segments, scratch.key_segments.at[k_slot]),
         )

@@ -13,10 +13,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.dropout import with_kept
+from pallas_kernels.ops.attention.dense import load_bias, load_bits
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
-from pallas_kernels.ops.attention.scores import capped, load_bias, load_bits
+from pallas_kernels.ops.attention.scores import capped
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.row_tiles import TileForm
 
@@ -25,9 +25,8 @@ class Inputs(NamedTuple):
     """A kernel's arguments: arrays at the call, references in the kernel.
 
     query, key, value, dout: like `attention`'s. rows: see `rows_of`. extras: further arrays by name, where the problem
-    has them: "words", "bias", "mask", "dropout_mask", "query_segments" and "key_segments" (padded to whole tiles),
-    "tiles" (with segments: (batch, tiles, 4), the `TileRange` of each tile), and "places", the numbers of the keys
-    (padded, int32).
+    has them: "bias", "mask", "kept", "query_segments" and "key_segments" (padded to whole tiles), "tiles" (with
+    segments: (batch, tiles, 4), the `TileRange` of each tile), and "places", the numbers of the keys (padded, int32).
     """
 
     query: Any
@@ -113,7 +112,6 @@ class Tile:
     batch, head: of the queries. row, column: the first query and key.
     extras: see `Inputs`; the last two axes of bias and masks are in the order of the tile's.
     segments: the segments along axis 0, in registers, and a reference in shared memory to those along axis 1.
-    words: of the dropout key, mixed.
     places: a reference to the numbers, from 0 on or from a later one, along axis 1: of queries in shared memory
         (float32) or of keys in device memory. If threads computed their 16 or 32 numbers, the compiler would hold them
         in registers throughout the loop.
@@ -127,7 +125,6 @@ class Tile:
     row: Any
     column: Any
     extras: Mapping[str, Any] = field(default_factory=dict)
-    words: Any = None
     places: Any = None
     segments: tuple[Any, Any] | None = None
 
@@ -162,21 +159,9 @@ class Tile:
 
     def marked(self, weights: jax.Array) -> jax.Array:
         """With dropout, half of the weights, negative where dropped: registers have no room for a mask beside them."""
-        problem = self.problem
-        if not problem.dropout_rate:
+        if not self.problem.dropout_rate:
             return weights
-        if problem.has_dropout_mask:
-            return weights * jnp.where(self._bits("dropout_mask"), 0.5, -0.5)
-        return with_kept(
-            weights,
-            lambda own, kept: own * (kept - 0.5),
-            problem=problem,
-            words=self.words,
-            query_axis=self.query_axis,
-            head=self.batch * problem.heads + self.head,
-            query=self.row,
-            key=self.column,
-        )
+        return weights * jnp.where(self._bits("kept"), 0.5, -0.5)
 
     def dropped(self, marked: jax.Array) -> jax.Array:
         """The weights after dropout, without its factor `kept_scale`, of `marked` ones.

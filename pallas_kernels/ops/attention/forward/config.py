@@ -155,7 +155,6 @@ def known(problem: Problem) -> tuning.Problem:
         "mask_value": problem.mask_value,
         "softcap": problem.softcap,
         "dropout": problem.dropout_rate,
-        "dropout_mask": problem.has_dropout_mask,
     }
     return {
         "batch": tuning.near(problem.batch),

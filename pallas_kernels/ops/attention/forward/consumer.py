@@ -19,7 +19,6 @@ from pallas_kernels.ops.attention.launch import hidden
 from pallas_kernels.ops.attention.masking import Side
 from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST
 from pallas_kernels.ops.attention.scores import Scores
-from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.row_tiles import columns_from, multiply_across, multiply_down
 
 
@@ -37,7 +36,6 @@ class Consumer:
             problem=problem,
             columns=config.columns,
             extras=block.extras,
-            words=mixed_words(block.extras["words"]) if "words" in block.extras else None,
             short_masks=config.short_masks,
         )
         if "turn" in block.barriers:

@@ -27,7 +27,7 @@ from pallas_kernels.ops.attention.forward.producer import Block, load_operands
 from pallas_kernels.ops.attention.forward.schedule import Schedule
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
-from pallas_kernels.ops.attention.problem import Extras, Problem, padded_arrays
+from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.row_tiles import TileForm
 
@@ -64,14 +64,12 @@ def attention_forward(
 def _extra_arrays(extras: Extras, problem: Problem, config: ForwardConfig) -> dict[str, jax.Array]:
     """The kernel's further arrays, by name, padded to whole tiles."""
     rows, columns = config.rows, config.columns
-    arrays = padded_arrays(extras, rows, columns)
+    arrays = extras.dense(rows, columns)
     if extras.query_segments is not None and extras.key_segments is not None:
         own, other = extras.query_segments, extras.key_segments
         arrays["tiles"] = segment_key_tiles(problem.masking, own, other, rows, columns)
         arrays["query_segments"] = padded_segments(own, rows)
         arrays["key_segments"] = padded_segments(other, columns)
-    if extras.words is not None:
-        arrays["words"] = extras.words
     return arrays
 
 
