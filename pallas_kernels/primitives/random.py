@@ -171,8 +171,8 @@ PLACE_STEP = 0x9E3779B9
 def shared_word(stepped: jax.Array, second: jax.Array) -> jax.Array:
     """Returns a random word for elements that share it, each of which uses a half of its product with one of `MEMBERS`.
 
-    This takes two rounds; `random_bits` has three. The first multiplication is `PLACE_STEP`'s, which costs a kernel one
-    addition, and the last one is the members'. It takes four logic instructions and one multiplication.
+    This takes two rounds; `random_bits` has three. The first multiplication is `PLACE_STEP`'s, and the last one is the
+    members'.
 
     Args:
         stepped: place * PLACE_STEP + the first of `mixed_words`, uint32.

@@ -141,6 +141,7 @@ class Tile:
             scores, bounded = capped(products, problem.scale, problem.softcap)
             # Between 0 and 1, and in 16 bits for want of registers.
             slope = (1 - bounded * bounded).astype(jnp.float16)
+        seen = self._seen() if is_masked else None
         if problem.has_bias:
             scores = scores + load_bias(self.extras["bias"], *self._place).astype(jnp.float32) * LOG2_E
         exponents = scores - self._along_queries(lse)
@@ -149,7 +150,7 @@ class Tile:
         if problem.has_mask:
             hidden = LOWEST if problem.mask_value is None else self._along_queries(self._hidden(lse))
             exponents = jnp.where(self._bits("mask"), exponents, hidden)
-        if is_masked and (seen := self._seen()) is not None:
+        if seen is not None:
             exponents = jnp.where(seen, exponents, LOWEST)
         return jnp.exp2(exponents), slope
 
