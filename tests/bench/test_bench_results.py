@@ -13,7 +13,6 @@ import pytest
 from pallas_kernels import get_op
 from xlafuse.bench import supervisor, worker
 from xlafuse.bench.environment import Environment
-from xlafuse.bench.kernels import Settings
 from xlafuse.bench.results import (
     Measured,
     Problem,
@@ -27,6 +26,7 @@ from xlafuse.bench.results import (
     write,
 )
 from xlafuse.bench.rows import rows
+from xlafuse.bench.settings import Settings
 from xlafuse.bench.supervisor import BenchError
 from xlafuse.bench.text import kernel_lines, kernel_summary, problem_lines
 from xlafuse.bench.timing import Timing

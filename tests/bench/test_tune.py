@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from pallas_kernels import REGISTRY, get_op, tuning
 from pallas_kernels.specs import plain
 from xlafuse.bench import kernels, ptxas, tune
-from xlafuse.bench.kernels import Settings, bench_operation
+from xlafuse.bench.kernels import bench_operation
 from xlafuse.bench.results import write
+from xlafuse.bench.settings import Settings
 from xlafuse.bench.tune import NothingToTuneError
 from xlafuse.cli import app
 

@@ -17,7 +17,6 @@ from xlafuse.bench.timing import L2_CACHE_BYTES, Timing
 from xlafuse.errors import XlafuseError
 
 SCHEMA_VERSION = 2
-PHASES = ("forward", "backward")
 
 
 class ResultsError(XlafuseError, ValueError):

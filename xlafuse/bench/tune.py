@@ -16,8 +16,9 @@ from pallas_kernels import REGISTRY, OpSpec, tuning
 from pallas_kernels.specs import plain
 from pallas_kernels.tuning import Choice
 from xlafuse.bench import supervisor
-from xlafuse.bench.kernels import Settings, is_wanted
-from xlafuse.bench.results import PHASES, Results, ShapeResult, merge
+from xlafuse.bench.kernels import is_wanted
+from xlafuse.bench.results import Results, ShapeResult, merge
+from xlafuse.bench.settings import PHASES, Settings
 from xlafuse.errors import XlafuseError
 
 _GAIN = 0.01
