@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xlafuse.cli.errors import InputError
-from xlafuse.cli.options import names
-from xlafuse.cli.report import use_cpu_without_gpu
+from xlafuse.cli.programs import DEFAULT_TARGET, FN, Args, Target, use_cpu_without_gpu
 
 if TYPE_CHECKING:
     from xlafuse.fusion.plan import Plan, Site
@@ -26,30 +25,18 @@ if TYPE_CHECKING:
 class Request:
     """Options of `xlafuse fuse`."""
 
-    fn: Annotated[
-        str,
-        typer.Option(metavar="MODULE:FUNCTION", help="A JAX function, given as package.module:name or file.py:name."),
-    ]
+    fn: Annotated[str, FN]
     shape: Annotated[
         list[str] | None,
         typer.Option(metavar="SHAPE", help="One for each argument, such as 'bf16[8192,4096]' or 'f32[]'."),
     ] = None
-    args: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FACTORY", help="For arguments that are trees: a function that returns them as a tuple."
-        ),
-    ] = None
-    ops: Annotated[str | None, typer.Option(metavar="A,B,C", help="Operations to look for. Default: all.")] = None
-    skip: Annotated[str | None, typer.Option(metavar="A,B,C", help="Operations to leave out. Default: none.")] = None
+    args: Args = None
+    ops: Annotated[tuple[str, ...], typer.Option(metavar="A,B,C", help="Operations to look for. Default: all.")] = ()
+    skip: Annotated[tuple[str, ...], typer.Option(metavar="A,B,C", help="Operations to leave out.")] = ()
     allow: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help="Differences to accept: rounding, empty_rows. Default: none."),
-    ] = None
-    target: Annotated[
-        str,
-        typer.Option(metavar="TARGET", help="GPU for which operations choose implementations; see `xlafuse targets`."),
-    ] = "h200"
+        tuple[str, ...], typer.Option(metavar="A,B", help="Differences to accept: rounding, empty_rows.")
+    ] = ()
+    target: Target = DEFAULT_TARGET
     compiles: Annotated[
         bool,
         typer.Option(
@@ -134,11 +121,7 @@ def fuse(request: Request) -> None:
     load = functools.partial(inputs.load_program, request.fn, request.shape or (), request.args)
     # The function may print while it is imported and traced; stdout is for the JSON alone.
     with redirect_stdout(sys.stderr) if request.json else nullcontext():
-        choices = {
-            "ops": names(request.ops) or None,
-            "skip": names(request.skip),
-            "allow": names(request.allow),
-        }
+        choices = {"ops": request.ops or None, "skip": request.skip, "allow": request.allow}
         findings = find(load, **choices, target=target)
         if findings.taken and request.compiles and target.kind == "cuda":
             findings = dataclasses.replace(findings, worse=worse_in(*load(), request.target, choices))
