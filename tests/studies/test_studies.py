@@ -64,8 +64,6 @@ def test_drawn_randoms_are_uniform():
 def test_kernel_refuses_other_sizes():
     with pytest.raises(ValueError, match="multiple of 128 environments"):
         cartpole_simulation.simulate_drawn(start(100), jnp.zeros(2, jnp.uint32), steps=8)
-    with pytest.raises(ValueError, match="multiple of 8 steps"):
-        cartpole_simulation.simulate_given(start(128), jnp.zeros((12, 128), jnp.int32), start(128))
 
 
 @pytest.mark.parametrize(
@@ -97,10 +95,10 @@ def test_results_round_trip_and_merge(tmp_path):
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_concludes_without_a_gpu(name):
-    """From the counted part alone, and from all that is committed."""
+    """From what is committed; a comparison from its counted part alone, too."""
     study, result = get_study(name), load(ROOT / f"notebooks/results/studies/{name}.json")
     counted = StudyResult(study=name, parts=tuple(part for part in result.parts if part.basis == "counted"))
-    for each in (counted, result):
+    for each in (counted, result) if study.cases() else (result,):
         conclusion = study.conclude(each)
         assert len(conclusion.findings) == len(study.claims)
         assert all(sentence.endswith(".") and "nan" not in sentence for sentence in conclusion.sentences)

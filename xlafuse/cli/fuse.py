@@ -147,6 +147,7 @@ def find(
     Raises:
         InputError: unknown names, or a function that cannot be traced.
     """
+    from xlafuse.findings import traced_for
     from xlafuse.fusion.api import ALLOWANCES
     from xlafuse.fusion.spellings import spellings
 
@@ -255,46 +256,14 @@ def _counted[T: (Taken, Left)](sites: Sequence[T]) -> tuple[T, ...]:
     return tuple(dataclasses.replace(each, count=count) for each, count in counts)
 
 
-def traced_for[T](target: Any, call: Callable[[], T]) -> T:
-    """Calls what traces a program, so that its operations choose implementations for the target."""
-    import contextlib
-
-    from hlo_analysis.capture.cudnn import answer_cudnn_checks
-    from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes, under_mesh_of_one
-
-    if target.kind != "cuda":
-        return call()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(answer_cudnn_checks(target))
-        stack.enter_context(name_target_in_meshes(target))
-        return under_mesh_of_one(mesh_of_one(target), call)
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
 def _traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Returns the function's jaxpr over its arrays, and the arrays."""
     import jax
 
-    from hlo_analysis.capture.lowering import (
-        abstract,
-        describe_arguments,
-        function_name,
-        leave_out_packages,
-        tracing_error,
-    )
+    from hlo_analysis.capture.lowering import describe_arguments, function_name, leave_out_packages, tracing_error
+    from xlafuse.findings import over_arrays
 
-    leaves, structure = jax.tree.flatten(tuple(arguments))
-    structs = [abstract(leaf, None) for leaf in leaves if _is_array(leaf)]
-
-    def flat(*arrays: Any) -> list[Any]:
-        given = iter(arrays)
-        whole = [next(given) if _is_array(leaf) else leaf for leaf in leaves]
-        results = function(*jax.tree.unflatten(structure, whole))
-        return [each for each in jax.tree.leaves(results) if _is_array(each)]
-
+    flat, structs = over_arrays(function, arguments)
     leave_out_packages("xlafuse", "pallas_kernels", "typer", "click")
     try:
         return jax.make_jaxpr(flat)(*structs), structs
