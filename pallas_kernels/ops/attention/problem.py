@@ -16,11 +16,6 @@ from pallas_kernels.primitives.checks import as_arrays, dropout_words, positive_
 from pallas_kernels.primitives.flop_metadata import Products, product
 from pallas_kernels.primitives.random import key_words
 
-LOG2_E = 1.4426950408889634
-
-LOWEST = -1e30
-"""The start of running maxima, in base 2: far below every score, so that exp2(masked - LOWEST) is 0, and finite."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:

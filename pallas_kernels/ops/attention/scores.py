@@ -14,7 +14,8 @@ from jax import lax
 
 from pallas_kernels.ops.attention.dropout import with_kept
 from pallas_kernels.ops.attention.masking import Side
-from pallas_kernels.ops.attention.problem import LOG2_E, Problem
+from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.primitives.exponents import LOG2_E
 from pallas_kernels.primitives.random import Words
 
 _REGISTER = 8

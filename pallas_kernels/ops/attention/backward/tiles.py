@@ -14,8 +14,9 @@ from jax import lax
 
 from pallas_kernels.ops.attention.dropout import with_kept
 from pallas_kernels.ops.attention.masking import TileRange
-from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
+from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.scores import capped, load_dense
+from pallas_kernels.primitives.exponents import LOG2_E, LOWEST_SCORE
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.row_tiles import TileForm
 
@@ -155,7 +156,7 @@ class Tile:
         if problem.bounds_weights:
             exponents = jnp.minimum(exponents, 0.0)
         if seen is not None:
-            exponents = jnp.where(seen, exponents, LOWEST)
+            exponents = jnp.where(seen, exponents, LOWEST_SCORE)
         return jnp.exp2(exponents), slope
 
     def marked(self, weights: jax.Array) -> jax.Array:
