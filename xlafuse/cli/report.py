@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xlafuse.cli.errors import InputError, StrategyFailedError
-from xlafuse.cli.output import output_folder, write_files
+from xlafuse.cli.output import output_folder
 from xlafuse.cli.programs import (
     DEFAULT_TARGET,
     Args,
@@ -32,6 +32,7 @@ from xlafuse.cli.programs import (
     use_cpu_without_gpu,
 )
 from xlafuse.errors import ComparisonError
+from xlafuse.files import write_files
 
 if TYPE_CHECKING:
     from hlo_analysis.records import Analysis, Comparison
