@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     from pallas_kernels.ops.rms_norm.api import rms_norm
     from pallas_kernels.ops.rope.api import rope
     from pallas_kernels.ops.softmax.api import softmax
+    from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS
     from pallas_kernels.primitives.partitioned import KernelWarning
     from pallas_kernels.registry import REGISTRY, get_op
     from pallas_kernels.specs import ArgSpec, ArraySpec, ErrorBound, OpSpec, Traffic
 
 __all__ = [
+    "MOST_FUSED_NORM_ROWS",
     "REGISTRY",
     "ArgSpec",
     "ArraySpec",
@@ -85,6 +87,7 @@ _HOMES = {
     "dispatch": ("Choice", "choice", "recorded_choices"),
     "ops._products.norm": ("fold_scale",),
     "ops.quantized_linear.weight": ("QuantizedWeight", "quantize"),
+    "primitives.few_rows.config": ("MOST_FUSED_NORM_ROWS",),
     "primitives.partitioned": ("KernelWarning",),
     "registry": ("REGISTRY", "get_op"),
     "specs": ("ArgSpec", "ArraySpec", "ErrorBound", "OpSpec", "Traffic"),

@@ -193,7 +193,7 @@ class OpSpec:
     variants: for a phase ("forward" or "backward") and arguments, the kernel configurations that the tuned table may
         name, or forms for a study. Each one takes the arguments (and, backward, `cotangents`) and runs that kernel
         alone.
-    problem: returns the key under which the tuned table (`pallas_kernels.tuning`) has a call; None if not tuned.
+    tuned_key: returns the key under which the tuned table (`pallas_kernels.tuning`) has a call; None if not tuned.
     tuned_phases: the phases whose configuration is looked up in the tuned table.
     """
 
@@ -210,7 +210,7 @@ class OpSpec:
     implementations: tuple[str, ...] = ("mosaic", "xla")
     error_bound: ErrorBound = ErrorBound()
     flops: Callable[[Arguments, str], int] | None = None
-    problem: Callable[[Arguments], Mapping[str, int | str]] | None = None
+    tuned_key: Callable[[Arguments], Mapping[str, int | str]] | None = None
     tuned_phases: tuple[str, ...] = ("forward",)
 
     def tagged(self, *tags: str) -> tuple[ArgSpec, ...]:

@@ -1,10 +1,10 @@
-"""The tuned table: the fastest measured implementation and configuration of a problem, looked up at trace time.
+"""The tuned table: the fastest measured implementation and configuration of a call, looked up at trace time.
 
 `xlafuse tune` measures and writes tables; this module reads them. Each kind of device may have a file in the user's
-cache folder. If it does not have a problem, the operation's own rule decides.
+cache folder. If it has no entry for a call, the operation's own rule decides.
 
-An operation takes part by three things: `OpSpec.problem` names what decides, `implementations` gives `dispatch.choose`
-its preference, and `configuration` gives the kernel its configuration.
+An operation takes part by three things: `OpSpec.tuned_key` names what decides, `implementations` gives
+`dispatch.choose` its preference, and `configuration` gives the kernel its configuration.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCHEMA_VERSION = 1
 CACHE_VARIABLE = "XLAFUSE_CACHE"
 """The environment variable that names a folder to use instead of the user's cache."""
 
-Problem = Mapping[str, int | str]
+Key = Mapping[str, int | str]
 """The properties of a call that decide which configuration is fastest, by name: sizes, dtype, fused operations."""
 
 
@@ -46,7 +46,7 @@ class TuningWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A table entry: the fastest implementation and configuration of a problem.
+    """A table entry: the fastest implementation and configuration of a call.
 
     implementation: a name as `implementation=` takes it.
     variant: the name of the configuration among the operation's candidates, or None for the untuned one.
@@ -62,7 +62,7 @@ _FEW_ROWS = 64
 
 
 def near(size: int) -> int:
-    """Rounds a number of rows to the power of two that stands for it in a problem.
+    """Rounds a number of rows to the power of two that stands for it in a key.
 
     Up to 64 rows it rounds up; above, it takes the nearest by ratio, but at least 128. Separate kernels handle up to 16
     rows, up to 64 and more, so a measurement of one must not stand for another.
@@ -72,29 +72,29 @@ def near(size: int) -> int:
     return max(2 * _FEW_ROWS, 2 ** round(math.log2(size)))
 
 
-def key_of(operation: str, phase: str, problem: Problem) -> str:
+def key_of(operation: str, phase: str, key: Key) -> str:
     """Returns the key of an entry, such as 'linear forward rows=8192 features=4096 ...'."""
-    return " ".join((operation, phase, *(f"{name}={value}" for name, value in problem.items())))
+    return " ".join((operation, phase, *(f"{name}={value}" for name, value in key.items())))
 
 
-def choice(operation: str, phase: str, problem: Problem) -> Choice | None:
-    """Returns the entry of a problem for the device of the current trace, or None if there is none."""
+def choice(operation: str, phase: str, key: Key) -> Choice | None:
+    """Returns the entry of a key for the device of the current trace, or None if there is none."""
     if _is_ignored.get():
         return None
-    return _entries(target_device().kind, str(cache_folder())).get(key_of(operation, phase, problem))
+    return _entries(target_device().kind, str(cache_folder())).get(key_of(operation, phase, key))
 
 
-def implementations(operation: str, problem: Problem, *, untuned: Sequence[str]) -> Sequence[str]:
+def implementations(operation: str, key: Key, *, untuned: Sequence[str]) -> Sequence[str]:
     """Returns the table's implementation as `preferred` for `dispatch.choose`, or `untuned` if there is no entry."""
-    found = choice(operation, "forward", problem)
+    found = choice(operation, "forward", key)
     return untuned if found is None else (found.implementation,)
 
 
 def configuration[T](
-    operation: str, phase: str, problem: Problem, candidates: Callable[[], Mapping[str, T]], *, untuned: T
+    operation: str, phase: str, key: Key, candidates: Callable[[], Mapping[str, T]], *, untuned: T
 ) -> T:
     """Returns the configuration that the table names among `candidates()`, or `untuned` if it names none."""
-    found = choice(operation, phase, problem)
+    found = choice(operation, phase, key)
     return untuned if found is None or found.variant is None else candidates().get(found.variant, untuned)
 
 

@@ -99,7 +99,8 @@ def of_study(name: str, match: str) -> list[str]:
 def study_part(name: str, rows: list[dict[str, Any]]) -> str:
     """A study's result as JSON: of each variant sums over its launches, and the L2 hit rate of the longest one."""
     from xlafuse.bench.environment import environment
-    from xlafuse.studies.records import Part, Row, StudyResult, to_json
+    from xlafuse.files import to_json
+    from xlafuse.studies.records import Part, Row, StudyResult
 
     made = []
     for case in dict.fromkeys(row["case"] for row in rows):

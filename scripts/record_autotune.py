@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -69,6 +68,7 @@ def record(case: Case, recording: Path, timeout: float, target: str = "attached"
     from hlo_analysis.hlo import parse_module
     from hlo_analysis.program.launch_kinds import kind_of
     from hlo_analysis.program.launch_sites import find_launches
+    from xlafuse.files import write_files
     from xlafuse.models import block_function, get_preset
     from xlafuse.models.support import applicable
     from xlafuse.strategies import get_strategy
@@ -90,7 +90,7 @@ def record(case: Case, recording: Path, timeout: float, target: str = "attached"
     chosen = captured.text("autotune_results")
     if chosen:
         known = [recording.read_text()] if recording.exists() else []
-        replace(recording, merge_autotune([*known, chosen]))
+        write_files(recording.parent, {recording.name: merge_autotune([*known, chosen])})
     module = parse_module(captured.text("final_hlo") or "")
     table = find_launches(module, captured.text("thunk_sequence"), captured.text("thunk_metadata"))
     kinds: Counter[str] = Counter()
@@ -114,24 +114,6 @@ def record(case: Case, recording: Path, timeout: float, target: str = "attached"
     }
 
 
-def replace(path: Path, text: str) -> None:
-    """Writes `path` so that a reader finds the old text or the new, never half of one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def device() -> dict[str, str]:
-    """Name and driver of the GPU, as the driver tells them."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        first = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return {}
-    name, driver = (part.strip() for part in first.split(","))
-    return {"name": name, "driver": driver}
-
-
 def known_rows(launches: Path) -> dict[Case, dict[str, Any]]:
     """The rows of LAUNCHES by case, none where there is no such file."""
     found = json.loads(launches.read_text())["cases"] if launches.exists() else []
@@ -146,10 +128,12 @@ def keep(
     left: list[str],
 ) -> None:
     """Writes LAUNCHES, its rows in the order of `cases`."""
+    from xlafuse.files import write_files
+
     order = {case: i for i, case in enumerate(cases())}
     ordered = [rows[case] for case in sorted(rows, key=lambda case: order.get(case, len(order)))]
     document = {"device": found_device, "cases": ordered, "failed": failed, "left_out": left}
-    replace(launches, json.dumps(document, indent=1) + "\n")
+    write_files(launches.parent, {launches.name: json.dumps(document, indent=1) + "\n"})
 
 
 def main() -> int:
@@ -173,12 +157,15 @@ def main() -> int:
 
     # Tracing needs no GPU, and would take the memory that the compiling processes tune in.
     os.environ["JAX_PLATFORMS"] = "cpu"
+    from xlafuse.bench.environment import gpu_state
+
     began = time.perf_counter()
     rows = known_rows(options.launches)
     recorded = 0
     failed: list[dict[str, str]] = []
     left: list[str] = []
-    found_device = device()
+    state = gpu_state()
+    found_device = {name: state[key] for name, key in (("name", "gpu"), ("driver", "driver")) if key in state}
     for case in cases():
         label = f"{case[0]}/{case[1]}/{case[2]}/{'x'.join(map(str, case[3]))}"
         if options.only and not label.startswith(tuple(options.only)):

@@ -111,12 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(options.operations[0], options.tools, options.match, options.skip, is_every=options.every)
         return 0
     from pallas_kernels import REGISTRY
-    from xlafuse.bench.environment import commit
+    from xlafuse.bench.environment import commit, gpu_state
+    from xlafuse.files import write_files
 
     tools = options.tools.split(",")
     tasks = [(name, tool) for name in (PLANTED, *(options.operations or REGISTRY)) for tool in tools]
     document = {"schema_version": SCHEMA, "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}", "commit": commit()}
-    document |= {"device": device()}
+    document |= {"device": gpu_state().get("gpu", "")}
     kept = earlier(options.output, document["commit"])
     outcomes: list[Outcome] = []
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -126,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(line(outcomes[-1]), flush=True)
             kept[outcomes[-1].operation, outcomes[-1].tool] = asdict(outcomes[-1])
             if options.output:
-                write(options.output, {**document, "outcomes": list(kept.values())})
+                text = json.dumps({**document, "outcomes": list(kept.values())}, indent=1) + "\n"
+                write_files(options.output.parent, {options.output.name: text})
     return int(any(not is_as_wanted(found) for found in outcomes))
 
 
@@ -137,13 +139,6 @@ def earlier(path: Path | None, commit: str) -> dict[tuple[str, str], dict]:
     document = json.loads(path.read_text(encoding="utf-8"))
     rows = document["outcomes"] if document["commit"] == commit else []
     return {(row["operation"], row["tool"]): row for row in rows}
-
-
-def write(path: Path, document: dict) -> None:
-    """A file as a whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 def sanitize(operation: str, tool: str, options: argparse.Namespace) -> Outcome:
@@ -364,13 +359,6 @@ def planted_fault(tool: str) -> None:
         jax.block_until_ready(jax.jit(kernel)(jnp.full(1, 1 << 28, jnp.int32), x))
     except jax.errors.JaxRuntimeError as error:  # the GPU stops at the access
         print(f"{type(error).__name__}: {str(error)[:200]}", flush=True)
-
-
-def device() -> str:
-    """The GPU's name, by nvidia-smi; "" where there is none."""
-    from xlafuse.bench.environment import gpu_state
-
-    return gpu_state().get("gpu", "")
 
 
 def _path() -> str:

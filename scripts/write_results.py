@@ -3,7 +3,7 @@
 scripts/write_results.py                        # the tables, from notebooks/results and the dispatch rules
 scripts/write_results.py --check                # exits with 1 where they are not current
 scripts/write_results.py --merge A B C -o FILE  # one file of several; the last measurement of a shape counts
-scripts/write_results.py --show FILE [--characters N]
+scripts/write_results.py --show FILE             # as the benchmark printed them
 scripts/write_results.py --tests XML -o FILE    # a summary of pytest's --junitxml report
 """
 
@@ -21,11 +21,11 @@ from xlafuse.bench.tables import details, overview, place, shortfalls, summary
 from xlafuse.bench.text import (
     block_lines,
     block_summary,
+    choice_lines,
     choice_summary,
     kernel_lines,
     kernel_summary,
     problem_lines,
-    title,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,7 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, default=KEPT)
     parser.add_argument("--show", type=Path, metavar="FILE")
     parser.add_argument("--tests", type=Path, metavar="XML")
-    parser.add_argument("--characters", type=int, default=sys.maxsize)
     options = parser.parse_args(argv)
     try:
         if options.merge:
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"wrote {options.output}: {len(merged.shapes)} shapes of {len(merged.runs)} runs")
             return 0
         if options.show:
-            print(shown(load(options.show), options.characters))
+            print("\n".join(shown(load(options.show))))
             return 0
         if options.tests:
             summary = gpu_checks.summarize(options.tests)
@@ -105,35 +104,15 @@ def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
     return made
 
 
-def shown(results: Results, characters: int) -> str:
-    """Results as text of at most so many characters: means first, then shapes, then what went wrong, then variants."""
+def shown(results: Results) -> list[str]:
+    """Formats results as the benchmark prints them: each shape, then the means."""
+    of_shape, summarized = kernel_lines, kernel_summary
     if any(shape.of_kind("strategy") for shape in results.shapes):
-        lines_of_shapes = (line for shape in results.shapes for line in (*block_lines(shape), *problem_lines(shape)))
-        return "\n".join((*block_summary(results), *lines_of_shapes))[:characters]
-    if any(shape.of_kind("default") for shape in results.shapes):
-        return "\n".join(choice_summary(results))[:characters]
-    lines = kernel_summary(results)
-    group = ""
-    for shape in results.shapes:
-        if shape.op != group:
-            lines.append(group := shape.op)
-        lines.append(kernel_lines(shape)[0])
-    problems: dict[str, list[str]] = {}  # one line for a problem on many shapes
-    for shape in results.shapes:
-        for line in problem_lines(shape):
-            problems.setdefault(f"{shape.op} {line.strip()}", []).append(title(shape))
-    lines += [
-        f"{line} [{where[0]}{f' and {len(where) - 1} more' if where[1:] else ''}]" for line, where in problems.items()
-    ]
-    for shape in results.shapes:
-        for line in kernel_lines(shape)[1:2]:
-            lines.append(f"{shape.op} {title(shape)} best {line.strip()}")
-    text = ""
-    for i, line in enumerate(lines):
-        if len(text) + len(line) + 40 > characters:
-            return f"{text}... and {len(lines) - i} more lines"
-        text += line + "\n"
-    return text.rstrip()
+        of_shape, summarized = block_lines, block_summary
+    elif any(shape.of_kind("default") for shape in results.shapes):
+        of_shape, summarized = choice_lines, choice_summary
+    lines = [line for shape in results.shapes for line in (shape.op, *of_shape(shape), *problem_lines(shape))]
+    return [*lines, *summarized(results)]
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xlafuse.bench.tables import place
+from xlafuse.files import to_json
 from xlafuse.studies import STUDIES, get_study
 from xlafuse.studies.pages import overview, page, plot
-from xlafuse.studies.records import StudyResult, load, merged, to_json
+from xlafuse.studies.records import StudyResult, load, merged
 from xlafuse.studies.tree import decision_tree
 
 ROOT = Path(__file__).resolve().parents[1]

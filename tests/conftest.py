@@ -5,12 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
+from forked_worker import popen
 from jax._src.lib import xla_client
+
+from hlo_analysis.capture import process
 
 # Two thirds of what XLA's CPU compiler takes for a small program are to make its kernels by MLIR: LLVM alone makes them
 # too. It then fuses products with sums here and not there, and a mean of large values is another in each place; without
@@ -37,6 +42,8 @@ def _take_flags() -> None:
 
 if platform.machine() == "x86_64" and os.environ.get("JAX_PLATFORMS") == "cpu":  # beside a GPU it computes much
     _take_flags()
+
+process.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": popen})  # see `forked_worker`
 
 FOLDERS_THAT_COMPILE = ("tests/analysis", "tests/capture", "tests/decisions", "tests/hlo")
 """Their files share programs that take up to half a minute to compile, once a process."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -45,41 +44,51 @@ def find(fn: Callable[..., Any], shapes: Sequence[Any], target: Target) -> tuple
     from xlafuse.fusion.plan import make_plan
     from xlafuse.fusion.spellings import spellings
 
-    leaves, structure = jax.tree.flatten(tuple(shapes))
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-    if any(getattr(leaf, "sharding", None) and leaf.sharding.num_devices > 1 for leaf in leaves):
+    if any(
+        getattr(leaf, "sharding", None) and leaf.sharding.num_devices > 1 for leaf in jax.tree.leaves(tuple(shapes))
+    ):
         return None
+    flat, structs = over_arrays(fn, shapes)
 
-    def flat(*arrays: Any) -> list[Any]:
-        given = iter(arrays)
-        whole = [next(given) if dynamic else leaf for leaf, dynamic in zip(leaves, is_array, strict=True)]
-        results = jax.tree.leaves(fn(*jax.tree.unflatten(structure, whole)))
-        return [each for each in results if hasattr(each, "dtype")]
-
-    arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
-    structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays]
-    with traced_for(target):
+    def search() -> tuple[Finding, ...] | None:
         try:
             closed = jax.make_jaxpr(flat)(*structs)
         except Exception:  # whatever the function raises: the capture has traced it in its own way
             return None
         if is_differentiated(closed.jaxpr):
             return None
-        plan = make_plan(closed.jaxpr, spellings())
-        return tuple(_findings(plan))
+        return tuple(_findings(make_plan(closed.jaxpr, spellings())))
+
+    return traced_for(target, search)
 
 
-def traced_for(target: Target) -> contextlib.ExitStack:
-    """Returns a context in which operations choose implementations for a target."""
+def over_arrays(fn: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
+    """Returns a function of the arrays among the arguments, and their shapes; it keeps the other leaves."""
+    from hlo_analysis.capture.lowering import abstract
+
+    leaves, structure = jax.tree.flatten(tuple(arguments))
+
+    def flat(*arrays: Any) -> list[Any]:
+        given = iter(arrays)
+        whole = [next(given) if _is_array(leaf) else leaf for leaf in leaves]
+        return [each for each in jax.tree.leaves(fn(*jax.tree.unflatten(structure, whole))) if _is_array(each)]
+
+    return flat, [abstract(leaf, None) for leaf in leaves if _is_array(leaf)]
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def traced_for[T](target: Target, call: Callable[[], T]) -> T:
+    """Calls what traces a program, so that its operations choose implementations for the target."""
     from hlo_analysis.capture.cudnn import answer_cudnn_checks
-    from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
+    from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes, under_mesh_of_one
 
-    stack = contextlib.ExitStack()
-    if target.kind == "cuda":
-        stack.enter_context(answer_cudnn_checks(target))
-        stack.enter_context(name_target_in_meshes(target))
-        stack.enter_context(jax.sharding.use_abstract_mesh(mesh_of_one(target)))
-    return stack
+    if target.kind != "cuda":
+        return call()
+    with answer_cudnn_checks(target), name_target_in_meshes(target):
+        return under_mesh_of_one(mesh_of_one(target), call)
 
 
 def _findings(plan: Plan) -> Iterator[Finding]:

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from hlo_analysis.measured import KernelEvent, Profile, ProfileMismatchError, join, with_measured
 from hlo_analysis.records import Analysis, Comparison, Measured
 from xlafuse.errors import XlafuseError
+from xlafuse.files import read_record
 
 SCHEMA_VERSION = 1
 RECORDINGS = Path(__file__).with_name("recordings")
@@ -52,26 +53,9 @@ def to_json(measurements: Measurements) -> str:
 
 
 def load(path: Path) -> Measurements:
-    """Loads the text of `to_json`.
-
-    Raises:
-        MeasurementsError: the file is missing, is truncated, or has another schema version.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION:
-            raise MeasurementsError(
-                f"{path} has schema version {version!r}, expected {SCHEMA_VERSION}: the measured.json that `xlafuse "
-                "report --measure` writes beside report.html"
-            )
-        return _ADAPTER.validate_python(data, strict=False)
-    except OSError as error:
-        raise MeasurementsError(f"cannot read {path}: {error.strerror}") from None
-    except (ValidationError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise MeasurementsError(
-            f"{path} holds no measured times, or was cut off: {str(error).splitlines()[0]}"
-        ) from None
+    """Loads the text of `to_json`; raises MeasurementsError if it is none, or has another schema version."""
+    what = "measured times, as `xlafuse report --measure` writes beside report.html,"
+    return read_record(path, _ADAPTER, SCHEMA_VERSION, what, MeasurementsError)
 
 
 def with_measurements(comparison: Comparison, measurements: Measurements) -> Comparison:

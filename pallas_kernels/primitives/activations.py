@@ -32,9 +32,10 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.primitives.exponents import LOG2_E
+
 Function = Callable[[jax.Array], jax.Array]
 
-_LOG2_E = math.log2(math.e)
 _TANH_LINEAR = 2 * math.sqrt(2 / math.pi)  # 2 u = x * (_TANH_LINEAR + _TANH_CUBIC * x**2)
 _TANH_CUBIC = 0.044715 * _TANH_LINEAR
 _TANH_SQUARE_LIMIT = 4096.0
@@ -111,7 +112,7 @@ def _reciprocal(value: jax.Array, is_rough: bool) -> jax.Array:
 
 
 def _sigmoid(x: jax.Array, is_rough: bool) -> jax.Array:
-    return _reciprocal(1.0 + jnp.exp2(-_LOG2_E * x), is_rough)
+    return _reciprocal(1.0 + jnp.exp2(-LOG2_E * x), is_rough)
 
 
 def _silu(x: jax.Array, is_rough: bool) -> jax.Array:
@@ -137,7 +138,7 @@ def _gelu_tanh_and_derivative(x: jax.Array, is_rough: bool) -> tuple[jax.Array, 
 
 def _normal_tail(magnitude: jax.Array, is_rough: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the standard normal's tail beyond a magnitude, the magnitude times it, and exp(-magnitude**2 / 2)."""
-    falling = jnp.exp2((-0.5 * _LOG2_E) * (magnitude * magnitude))
+    falling = jnp.exp2((-0.5 * LOG2_E) * (magnitude * magnitude))
     if is_rough:
         tail = jnp.exp2(_polynomial(_LOG2_TAIL, magnitude))
         return tail, _finite(magnitude) * tail, falling

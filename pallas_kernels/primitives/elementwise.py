@@ -21,7 +21,7 @@ from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.random import keep_mask, mixed_words
-from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, Segment, split_row
+from pallas_kernels.primitives.rows import ACCESS_BYTES, THREADS, Segment, split_row
 
 COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
 """For kernels whose threads read back only what they wrote themselves, or what an explicit barrier protects."""
@@ -106,7 +106,7 @@ class Blocks:
         """The number of columns of a block."""
         if self.features < 2 * self.columns and not self.is_one_part and len(self._split(self.features)) <= 2:
             return self.features
-        return min(self.columns, LANES * 2 ** int(math.log2(self.features // LANES)))
+        return min(self.columns, THREADS * 2 ** int(math.log2(self.features // THREADS)))
 
     @property
     def blocks_per_row(self) -> int:
@@ -204,7 +204,7 @@ def load_part[Name](refs: Mapping[Name, Any], part: Part) -> dict[Name, jax.Arra
 
 def access_columns(vectors: int, itemsize: int) -> int:
     """Returns how many values of `itemsize` bytes a warpgroup reads in `vectors` 16-byte accesses per thread."""
-    return vectors * LANES * (ACCESS_BYTES // itemsize)
+    return vectors * THREADS * (ACCESS_BYTES // itemsize)
 
 
 def accesses_a_value(features: int, itemsize: int) -> float:
@@ -221,7 +221,7 @@ def folded_rows(rows: int, features: int, itemsize: int) -> int:
     if rows * features >= 2**32:  # dropout's element indices have 32 bits
         return 1
     powers = [2**n for n in range(17) if rows % 2**n == 0 and 2**n * features <= MAX_FOLDED]
-    costs = {n: accesses_a_value(n * features, itemsize) for n in powers if n * features >= LANES}
+    costs = {n: accesses_a_value(n * features, itemsize) for n in powers if n * features >= THREADS}
     if not costs or (1 in costs and rows * features < FOLD_ELEMENTS):
         return 1
     if 1 in costs and costs[1] <= FOLD_FROM * min(costs.values()):
@@ -233,8 +233,8 @@ def elementwise_unsupported(rows: int, features: int) -> str | None:
     """Returns why rows of this length cannot be split, or None where they can. Empty arrays need no kernel."""
     if not rows * features:
         return None
-    if features < LANES:
-        return f"rows have {features} values, a warpgroup shares at least {LANES}"
+    if features < THREADS:
+        return f"rows have {features} values, a warpgroup shares at least {THREADS}"
     if features > MAX_ELEMENTS:
         return f"rows have {features} values, the kernels count at most {MAX_ELEMENTS}"
     return None

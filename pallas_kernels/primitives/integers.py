@@ -1,11 +1,10 @@
-"""Integer weights in registers: their loads, their conversion to 16 bits, and the packed order of int8.
+"""Integer weights in registers: packing int8, loading, and widening to 16 bits.
 
-Packed integers are sign and magnitude, in the order in which the tensor cores' lanes hold them. Of every 16 values
-along the depth, a lane multiplies two pairs that are eight apart. The packed order puts a lane's four values into one
-32-bit word, so that lanes exchange nothing. A 7-bit magnitude is already a subnormal 16-bit number. A mask extracts the
-first pair from a word; a byte swap and the mask extract the second pair. Multiplying by a power of two makes the values
-normal numbers. Two values that share 16 bits store each other's sign, so that after the mask each sign bit is in front
-of its own magnitude.
+Packed int8 is a sign and a 7-bit magnitude. Of every 16 values along the depth, a lane of the tensor cores multiplies
+two pairs that are eight apart; packing puts these four values into one 32-bit word, so that lanes exchange nothing.
+`widened` takes three instructions a pair: it masks the word (for the second pair it swaps bytes first), which leaves
+each magnitude as a subnormal 16-bit number, and multiplies by a power of two, which makes it a normal one. Each value
+stores the sign of its neighbour in the same 16 bits, where the mask then finds it in front of the right magnitude.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from jaxlib.mlir.dialects import llvm
 from pallas_kernels.primitives.platform import is_interpreted
 
 SPAN = 16
-"""The number of consecutive values along the depth that packing reorders."""
+"""Consecutive values along the depth that `pack` reorders among themselves."""
 _SIGN = 128
 _SHAPE = (2, 4, 2)
-"""The axes of those 16 values: pair, lane, member of the pair."""
+"""Those 16 values as (pair, lane, member of the pair)."""
 FORMS = {"bfloat16": ("bf16x2", 0x7F00, 2.0**-6), "float16": ("f16x2", 0x7800, 2.0**-9)}
-"""For each dtype: the instruction's type suffix, the power of two as bits, and the widened value of 1."""
+"""By dtype: the suffix of the PTX instruction, the bits of the power of two, and what a packed 1 widens to."""
 
 
 def pack(values: jax.Array) -> jax.Array:
-    """Packs integers from -127 to 127, (..., depth) with depth a multiple of 16, as uint8 in the lanes' order."""
+    """Packs integers from -127 to 127, (..., depth), as uint8 in the order of the lanes; depth is a multiple of 16."""
     pairs = jnp.moveaxis(_grouped(values.astype(jnp.int8), _SHAPE), -3, -1)
     signs = jnp.where(jnp.flip(pairs, -1) < 0, jnp.uint8(_SIGN), jnp.uint8(0))
     return (jnp.abs(pairs).astype(jnp.uint8) | signs).reshape(values.shape)
 
 
 def unpack(values: jax.Array) -> jax.Array:
-    """Restores the int8 integers from the result of `pack`."""
+    """Inverts `pack`; returns int8."""
     pairs = _grouped(values, (*_SHAPE[1:], _SHAPE[0]))
     magnitudes = (pairs & jnp.uint8(_SIGN - 1)).astype(jnp.int8)
     signed = jnp.where(jnp.flip(pairs, -1) < _SIGN, magnitudes, -magnitudes)
@@ -48,23 +47,23 @@ def unpack(values: jax.Array) -> jax.Array:
 
 
 def is_packed_dtype(dtype: DTypeLike) -> bool:
-    """Whether weights of this dtype are packed; uint8 is used for packed weights only."""
+    """Whether weights of this dtype are packed: uint8 is used for nothing else."""
     return jnp.dtype(dtype) == jnp.uint8
 
 
 def unit(integers: DTypeLike, dtype: jnp.dtype) -> float:
-    """Returns the value that `widened` gives for 1, a power of two."""
+    """Returns what `widened` makes of 1, a power of two."""
     return FORMS[dtype.name][2] if is_packed_dtype(integers) else 1.0
 
 
 def load_integers(ref: Any) -> jax.Array:
-    """Loads integers (64 columns, depth) to registers, in a layout with wide loads."""
+    """Loads integers, (64 columns, depth), to registers by wide loads."""
     layouts = {"uint8": plgpu.Layout.WGMMA_8BIT, "int8": plgpu.Layout.WGMMA_UPCAST_2X}
     return plgpu.load(ref, layout=layouts.get(ref.dtype.name, plgpu.Layout.WGMMA_UPCAST_4X))
 
 
 def widened(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Returns loaded integers times `unit`, in a 16-bit dtype and their original order, as a product's left operand."""
+    """Widens loaded integers to a 16-bit dtype, times `unit`, in their original order: a product's left operand."""
     if not is_packed_dtype(values.dtype):
         # By way of bfloat16, for which Mosaic GPU has a fast conversion.
         return plgpu.layout_cast(values, plgpu.Layout.WGMMA).astype(jnp.bfloat16).astype(dtype)

@@ -20,7 +20,7 @@ from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import (
-    LANES,
+    THREADS,
     Row,
     RowValues,
     Segment,
@@ -135,7 +135,7 @@ class RowChunks:
         """Cuts a row into chunks of `chunk` columns, or into one chunk if it is shorter."""
         chunk = min(chunk, features)
         trips, tail = divmod(features, chunk)
-        if 0 < tail < LANES:
+        if 0 < tail < THREADS:
             trips -= 1
         end = trips * chunk
         segments = split_row(chunk, itemsize, stride=features)

@@ -17,17 +17,16 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels.primitives.hopper import TMA_ROWS
 from pallas_kernels.primitives.platform import is_interpreted
 
 HEAD_SIZES = (64, 128, 256)
 """Head sizes that fill tiles with whole heads, in pieces that TMA can store."""
-_ROWS = 8
-"""TMA loads groups of eight rows: an array has fewer rows, or whole groups."""
 
 
 def has_whole_groups(rows: int) -> bool:
     """Whether TMA can load an array of so many rows as it is."""
-    return rows < _ROWS or rows % _ROWS == 0
+    return rows < TMA_ROWS or rows % TMA_ROWS == 0
 
 
 def shared(shape: tuple[int, ...], dtype: jnp.dtype, *, swizzle: int | None = None) -> Any:

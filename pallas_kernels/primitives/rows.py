@@ -28,20 +28,17 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.compat import store
 
-LANES = 128
+THREADS = 128
 """Threads of a warpgroup."""
 WARPS = 4
 """Warps of a warpgroup."""
 ACCESS_BYTES = 16
 """The widest access of one thread."""
-LOWEST = float(np.finfo(np.float32).min)
-"""The initial value of running maxima: below everything but -inf, and finite, so that -inf - LOWEST is not NaN."""
 
 SHORT_ROW_BYTES = 2048
 """Rows of fewer bytes are short: a warp holds whole rows.
@@ -77,7 +74,7 @@ class Segment:
     @property
     def threads(self) -> int:
         """The number of threads that share a line of the segment."""
-        return LANES
+        return THREADS
 
     @property
     def layout(self) -> plgpu.Layout | Any:
@@ -115,7 +112,7 @@ class WarpSegment(Segment):
     @property
     def threads(self) -> int:
         """The number of threads that share a line of the segment."""
-        return LANES // WARPS
+        return THREADS // WARPS
 
     @property
     def layout(self) -> plgpu.Layout | Any:
@@ -150,8 +147,8 @@ def split_row(features: int, itemsize: int, *, offset: int = 0, stride: int | No
     Raises:
         ValueError: for a row of fewer than 128 features, which one warpgroup cannot share.
     """
-    if features + offset < LANES:
-        raise ValueError(f"a warpgroup shares at least {LANES} values of a row, got {features}")
+    if features + offset < THREADS:
+        raise ValueError(f"a warpgroup shares at least {THREADS} values of a row, got {features}")
     stride = features + offset if stride is None else stride
     vector = max(1, ACCESS_BYTES // itemsize)
     while stride % vector or offset % vector:
@@ -159,13 +156,13 @@ def split_row(features: int, itemsize: int, *, offset: int = 0, stride: int | No
     segments = []
     start, left = offset, features
     while vector:
-        size = left - left % (LANES * vector)
+        size = left - left % (THREADS * vector)
         if size:
             segments.append(Segment(offset=start, size=size, vector=vector))
             start, left = start + size, left - size
         vector //= 2
     if left:
-        segments.append(Segment(offset=start + left - LANES, size=LANES, vector=1, repeated=LANES - left))
+        segments.append(Segment(offset=start + left - THREADS, size=THREADS, vector=1, repeated=THREADS - left))
     return tuple(segments)
 
 
@@ -185,7 +182,7 @@ def short_rows_at_once(shape: tuple[int, ...], itemsize: int) -> int:
     """Returns how many of (rows, features) a warpgroup takes at once, if its warps hold whole ones; else 0."""
     rows, features = shape
     is_short = features * itemsize < SHORT_ROW_BYTES and rows >= MANY_ROWS
-    return WARPS * max(1, VALUES_AT_ONCE // (LANES * -(-features // LANES))) if is_short else 0
+    return WARPS * max(1, VALUES_AT_ONCE // (THREADS * -(-features // THREADS))) if is_short else 0
 
 
 def row_of_block(block: jax.Array, rows: int, at_once: int, *, parts: int = 1) -> Row:
@@ -209,9 +206,9 @@ def split_short_rows(features: int, itemsize: int, *, rows: int) -> tuple[WarpSe
     Where they do not divide evenly, the last piece starts early.
     """
     vector = ACCESS_BYTES // itemsize
-    while features % vector or LANES // WARPS * vector > features:
+    while features % vector or THREADS // WARPS * vector > features:
         vector //= 2
-    size = LANES // WARPS * vector
+    size = THREADS // WARPS * vector
     last = features - size
     pieces = [WarpSegment(offset=at, size=size, vector=vector, lines=rows) for at in range(0, last, size)]
     repeated = len(pieces) * size - last
@@ -290,7 +287,7 @@ def sum_of(value: jax.Array, axis: int | None = None) -> jax.Array:
     product and addition into a multiply-add, which rounds the neighbour's product but not the thread's own. Lanes then
     disagree in the last place. So this hides the product from the compiler.
     """
-    return jnp.sum(lax.optimization_barrier(value) if value.size == LANES else value, axis=axis)
+    return jnp.sum(lax.optimization_barrier(value) if value.size == THREADS else value, axis=axis)
 
 
 def line_sums(values: RowValues, segments: Sequence[Segment]) -> jax.Array:
@@ -365,7 +362,7 @@ def even_pieces(columns: int, itemsize: int, *, stride: int) -> tuple[Segment, .
     All segments have the same shape, so that they can be folded into one. `columns` must be a multiple of 128 accesses.
     """
     vector = split_row(columns, itemsize, stride=stride)[0].vector
-    size = LANES * vector
+    size = THREADS * vector
     if columns % size:
         raise ValueError(f"{columns} columns are not whole pieces of {size}")
     return tuple(Segment(offset=offset, size=size, vector=vector) for offset in range(0, columns, size))

@@ -15,10 +15,12 @@ import pytest
 from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
 from hlo_analysis.targets import load_target
 from xlafuse.bench import block, supervisor, worker
-from xlafuse.bench.block import BlockSettings, bench_block, bench_case, check_close, make_case
+from xlafuse.bench.block import bench_block, bench_case, make_case
 from xlafuse.bench.block_tables import block_details, block_overview
+from xlafuse.bench.candidates import check_close
 from xlafuse.bench.environment import environment
 from xlafuse.bench.results import Measured, Results, Run, load
+from xlafuse.bench.settings import MODES, BlockSettings
 from xlafuse.bench.text import block_lines, block_summary
 from xlafuse.models import BlockConfig, block_function, get_preset
 from xlafuse.strategies import get_strategy
@@ -96,13 +98,14 @@ def test_no_case_begins_when_the_time_is_up():
 
 def test_arrays_of_rounding_alone_are_held_to_the_largest():
     large, noise = jnp.ones(4), 1e-5 * jnp.ones(4)
-    check_close([large, -noise], [large, noise])
+    limits = {"smallest": block._SMALLEST, "tolerance": block.TOLERANCE}
+    check_close([large, -noise], [large, noise], **limits)
     with pytest.raises(AssertionError, match=r"output 1 is off by 9\.99"):
-        check_close([large, 0.02 * large], [large, noise])
+        check_close([large, 0.02 * large], [large, noise], **limits)
     with pytest.raises(AssertionError, match="off by nan"):
-        check_close([large * math.nan], [large])
+        check_close([large * math.nan], [large], **limits)
     with pytest.raises(AssertionError, match="1 arrays, expected 2"):
-        check_close([large], [large, large])
+        check_close([large], [large, large], **limits)
 
 
 def test_flops_are_those_of_unmasked_work():
@@ -132,7 +135,7 @@ def test_pytorchs_block_is_ours(peer, config, monkeypatch):
 
 
 @pytest.mark.usefixtures("invented_times")
-@pytest.mark.parametrize("mode", block.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_the_block_without_jit_takes_turns(mode):
     result = bench_case(SMALL, "1x4", mode, dataclasses.replace(SETTINGS, strategies=(), peers=("jax_eager",)))
     assert result.problems == ()

@@ -17,9 +17,10 @@ from pallas_kernels import REGISTRY, get_op, testing
 from pallas_kernels.specs import plain
 from xlafuse.bench import choice, random_calls, supervisor, worker
 from xlafuse.bench.candidates import callable_of, check_close, inputs_of
-from xlafuse.bench.choice import ChoiceSettings, bench_call, bench_choice, drawn
+from xlafuse.bench.choice import bench_call, bench_choice, drawn
 from xlafuse.bench.random_calls import Limits, random_call
 from xlafuse.bench.results import Problem, load
+from xlafuse.bench.settings import MODES, ChoiceSettings
 from xlafuse.bench.text import choice_lines, choice_summary
 from xlafuse.cli import app
 
@@ -69,7 +70,7 @@ def with_stand_ins(wrong, fails=None):
 
 
 @pytest.mark.usefixtures("invented_times", "quick_programs")
-@pytest.mark.parametrize("mode", choice.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_what_none_takes_is_timed_beside_all_that_can_be_named(mode, spec):
     result = bench_call(with_stand_ins(wrong="nothing"), spec, mode, SETTINGS)
     names = ["xla", "mosaic", "triton", "None: xla"]
@@ -163,7 +164,7 @@ def test_calls_are_compiled_ahead_in_batches_and_timed_as_they_are(monkeypatch, 
 
     monkeypatch.setattr(choice, "compiled", compiled)
     ahead = choice.compile_ahead(items, settings)
-    assert next(ahead) == {mode: {"xla": f"linear 0.0 {mode}"} for mode in choice.MODES}
+    assert next(ahead) == {mode: {"xla": f"linear 0.0 {mode}"} for mode in MODES}
     assert len(begun) == 2 * 2 * choice._AHEAD
     *_, ninth, last = ahead
     assert (ninth["grad"], last) == (

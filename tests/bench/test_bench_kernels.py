@@ -18,7 +18,6 @@ from xlafuse.bench.candidates import check_close
 from xlafuse.bench.environment import environment
 from xlafuse.bench.kernels import (
     NoGpuError,
-    Settings,
     bench_operation,
     bench_shape,
     check_match,
@@ -26,6 +25,7 @@ from xlafuse.bench.kernels import (
     require_gpu,
 )
 from xlafuse.bench.results import Results, Run, rivals
+from xlafuse.bench.settings import Settings
 from xlafuse.bench.tables import overview
 from xlafuse.bench.text import kernel_lines
 from xlafuse.bench.timing import Candidate
@@ -119,7 +119,7 @@ def test_a_peer_is_checked_timed_and_may_fail(spec, monkeypatch):
     messages = {problem.candidate: problem.message for problem in result.problems}
     assert "off by 0.5 of its norm" in messages["half"]
     assert messages["missing"] == "ImportError: No module named 'torch'"
-    result = bench_shape(get_op("rms_norm"), spec, "forward", dataclasses.replace(settings, peer_bytes=10**6))
+    result = bench_shape(get_op("rms_norm"), spec, "forward", dataclasses.replace(settings, peer_megabytes=1.0))
     assert result.of_kind("peer") == ()
 
 
@@ -127,7 +127,7 @@ def test_a_peer_is_checked_timed_and_may_fail(spec, monkeypatch):
 def test_what_a_bar_is_against_is_timed_unasked():
     op = get_op("quantized_linear")
     spec = next(spec for spec in op.tagged("test") if spec.name.startswith("66-"))
-    result = bench_shape(op, spec, "forward", dataclasses.replace(SETTINGS, peer_bytes=10**9))
+    result = bench_shape(op, spec, "forward", dataclasses.replace(SETTINGS, peer_megabytes=1e3))
     assert [c.name for c in result.of_kind("peer")] == ["xla_bf16"]
     assert bench_shape(op, spec, "backward", SETTINGS).of_kind("peer") == ()
 

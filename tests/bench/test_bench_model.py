@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from xlafuse.bench import model
-from xlafuse.bench.model import PHASES, ModelSettings, bench_model, least_bytes, model_lines, refused
+from xlafuse.bench.model import PHASES, bench_model, least_bytes, model_lines, refused
+from xlafuse.bench.settings import ModelSettings
 from xlafuse.models import BlockConfig
 from xlafuse.models.decoder import PRESETS, Decoder, DecoderConfig, get_decoder
 from xlafuse.strategies import Strategy

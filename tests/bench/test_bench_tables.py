@@ -162,10 +162,8 @@ def test_merge_and_show(script, tmp_path, capsys):
     assert sorted(s.microseconds("mosaic") for s in merged.shapes) == [250.0, 250.0, 250.0]
     assert script.main(["--show", str(tmp_path / "c.json")]) == 0
     shown = capsys.readouterr().out
-    assert "rms_norm failed: liger: no such thing [fwd b and 1 more]" in shown
-    assert "rms_norm fwd b best variant: a: 240.00 µs" in shown
-    assert len(script.shown(merged, 400)) <= 400
-    assert "more lines" in script.shown(merged, 400)
+    assert shown.count("failed: liger: no such thing") == 2
+    assert "variant: a: 240.00 µs" in shown
 
 
 def timed(ceiling, ours, spec="8192x8192-bfloat16", **us):

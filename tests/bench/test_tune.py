@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from pallas_kernels import REGISTRY, get_op, tuning
 from pallas_kernels.specs import plain
 from xlafuse.bench import kernels, ptxas, tune
-from xlafuse.bench.kernels import Settings, bench_operation
+from xlafuse.bench.kernels import bench_operation
 from xlafuse.bench.results import write
+from xlafuse.bench.settings import Settings
 from xlafuse.bench.tune import NothingToTuneError
 from xlafuse.cli import app
 
@@ -60,7 +61,7 @@ def test_of_shapes_with_one_key_the_first_is_timed():
     for name in tune.tunable():
         op, found = REGISTRY[name], tune.keys(REGISTRY[name])
         assert len(set(found.values())) == len(found)
-        everything = {tuning.key_of(name, "forward", op.problem(plain(s.structs()))) for s in op.tagged("bench")}
+        everything = {tuning.key_of(name, "forward", op.tuned_key(plain(s.structs()))) for s in op.tagged("bench")}
         assert set(found.values()) == everything
     assert not any("rms" in spec for spec in tune.keys(get_op("gated_linear")))
 
@@ -129,7 +130,7 @@ def test_the_benchmark_measures_only_what_is_asked_for_and_untuned(monkeypatch):
     op, seen = get_op("linear"), []
 
     def bench_shape(op, spec, phase, settings, sampler):
-        seen.append((spec.name, tuning.choice("linear", phase, op.problem(plain(spec.structs())))))
+        seen.append((spec.name, tuning.choice("linear", phase, op.tuned_key(plain(spec.structs())))))
         return shape()
 
     monkeypatch.setattr(kernels, "bench_shape", bench_shape)

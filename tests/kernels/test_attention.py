@@ -20,11 +20,12 @@ from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.forward.producer import Block
 from pallas_kernels.ops.attention.forward.schedule import Schedule
 from pallas_kernels.ops.attention.masking import Masking, Side, segment_key_tiles, segment_query_tiles
-from pallas_kernels.ops.attention.problem import LOG2_E, masking_of, problem_of, widened
+from pallas_kernels.ops.attention.problem import masking_of, problem_of, widened
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.ops.attention.scores import capped
 from pallas_kernels.ops.attention.specs import ATTENTION
 from pallas_kernels.ops.decode_attention import plan as decoding
+from pallas_kernels.primitives.exponents import LOG2_E
 from pallas_kernels.specs import plain, seeds_of
 from xlafuse.bench import attention_by_xla
 
@@ -291,7 +292,7 @@ def test_scores_are_capped_as_exactly_as_others_are_computed(softcap, seed):
     products = np.random.default_rng(seed).normal(scale=300.0, size=2000).astype(np.float32)
     exact = softcap * np.tanh(0.25 * products.astype(np.float64) / softcap)
     scores, bounded = capped(jnp.asarray(products), 0.25, softcap)
-    others = decoding.Scores(scale=0.25, window=None, softcap=softcap).prepare(jnp.asarray(products))
+    others = decoding.ScoreRule(scale=0.25, window=None, softcap=softcap).prepare(jnp.asarray(products))
     for got in (scores / LOG2_E, others):
         np.testing.assert_allclose(got, exact, rtol=5e-5, atol=1e-6 * min(softcap, 1000), err_msg=f"seed={seed}")
     np.testing.assert_allclose(bounded, exact / softcap, atol=1e-6, err_msg=f"seed={seed}")

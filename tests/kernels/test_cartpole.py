@@ -16,17 +16,13 @@ STEPS = 40
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("kind", ["given", "drawn inside"])
-def test_one_kernel_has_the_trajectories_of_jax(kind):
+def test_one_kernel_has_the_trajectories_of_jax():
     keys = jax.random.split(jax.random.key(0), 4)
     states = tuple(jax.random.uniform(key, (128,), minval=-START, maxval=START) for key in keys)
     key = key_words(jax.random.key(5))
     words, numbers = mixed_words(key), jnp.arange(128, dtype=jnp.int32)
     actions, resets = jax.vmap(lambda step: drawn(words, numbers, step))(jnp.arange(STEPS, dtype=jnp.int32))
     expected = jax.block_until_ready(apart()(states, actions, resets))
-    if kind == "given":
-        ours = cartpole_simulation.simulate_given(states, actions, resets)
-    else:
-        ours = cartpole_simulation.simulate_drawn(states, key, steps=STEPS)
+    ours = cartpole_simulation.simulate_drawn(states, key, steps=STEPS)
     for got, wanted in zip(ours, expected, strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-5)

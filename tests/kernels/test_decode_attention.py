@@ -14,7 +14,7 @@ from pallas_kernels import testing
 from pallas_kernels.ops.decode_attention.api import decode_attention
 from pallas_kernels.ops.decode_attention.config import DecodeConfig, choose_splits
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
-from pallas_kernels.ops.decode_attention.plan import Scores
+from pallas_kernels.ops.decode_attention.plan import ScoreRule
 from pallas_kernels.ops.decode_attention.reference import appended, decode_attention_reference
 from pallas_kernels.ops.decode_attention.specs import DECODE_ATTENTION
 from pallas_kernels.specs import seeds_of
@@ -73,7 +73,7 @@ WHOLE = DecodeConfig(warpgroups=1)
 def test_lengths_of_every_kind(config, options, seed):
     """Empty, shorter than the tokens, one key, one tile less a key, more than the cache: as if they were alone."""
     lengths = jnp.array([0, 1, 2, 63, 1000])
-    rule = Scores(scale=options.get("scale", 0.125), window=options.get("window"), softcap=None)
+    rule = ScoreRule(scale=options.get("scale", 0.125), window=options.get("window"), softcap=None)
 
     def draw(seed):
         operands = arrays(batch=5, tokens=2, keys=136, seed=seed)
@@ -101,7 +101,7 @@ def test_new_tokens_are_written_before_they_are_read(config, seed):
     if config is PAGED:
         page_table = jnp.asarray(np.random.default_rng(seed).permutation(7 * 4).reshape(7, 4), jnp.int32)
         caches = [cache.reshape(28, 32, 2, 64) for cache in caches]
-    rule = Scores(scale=0.125, window=None, softcap=None)
+    rule = ScoreRule(scale=0.125, window=None, softcap=None)
     written = [appended(cache, each, lengths, page_table) for cache, each in zip(caches, new, strict=True)]
     (expected,) = decode_forward(query, *written, lengths, scores=rule, page_table=page_table, config=config)
     # Old entries at the new tokens' places must not be seen.

@@ -18,8 +18,8 @@ from pallas_kernels.primitives.few_rows.config import SPLIT_INTEGERS, FewRowsCon
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.few_rows.norm import RowNorm
-from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.hopper import SHARED_BYTES
 
 CUTS = {
     "default": (FewRowsConfig(), (1, 128, 192)),

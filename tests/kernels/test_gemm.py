@@ -10,9 +10,10 @@ import pytest
 from products import assert_close, normal, wide
 
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.gemm.config import SHARED_BYTES, GemmConfig
+from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.epilogue import Beside, Epilogue, HeadRotation
 from pallas_kernels.primitives.gemm.kernel import gemm
+from pallas_kernels.primitives.hopper import SHARED_BYTES
 
 SMALL = GemmConfig(tile_m=64, tile_n=64, warpgroups=1, stages=3)
 

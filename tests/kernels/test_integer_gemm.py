@@ -8,8 +8,8 @@ import pytest
 from draws import integers, normal
 
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.hopper import SHARED_BYTES
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
 from pallas_kernels.primitives.integer_gemm.kernel import integer_gemm
 from pallas_kernels.primitives.integers import pack, unpack

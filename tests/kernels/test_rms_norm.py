@@ -14,7 +14,7 @@ from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape, Forw
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
-from pallas_kernels.primitives.rows import LANES, split_row
+from pallas_kernels.primitives.rows import THREADS, split_row
 
 NORM = Norm(name="rms_norm", epsilon=1e-6)
 
@@ -134,7 +134,7 @@ def test_all_backward_configurations_agree(seed):
 def test_segments_cover_a_row_once(features, itemsize):
     counted = np.zeros(features, int)
     for segment in split_row(features, itemsize):
-        assert segment.size % (LANES * segment.vector) == 0
+        assert segment.size % (THREADS * segment.vector) == 0
         assert segment.vector * itemsize <= 16
         assert segment.offset * itemsize % (segment.vector * itemsize) == 0
         assert features % segment.vector == 0, "every row must start on a multiple of the access"

@@ -27,7 +27,7 @@ MESH = AbstractMesh(
     abstract_device=AbstractDevice(device_kind=KIND, num_cores=132, platform="gpu"),
 )  # fmt: skip
 X, W = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 4096), (4096, 4096)))
-PLAIN = linear.problem(X, W, None, None, None, X.dtype)
+PLAIN = linear.tuned_key(X, W, None, None, None, X.dtype)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_an_entry_goes_before_the_operations_rule(own):
         assert linear.tuned_config(PLAIN, 8192) == untuned
         residual = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
         assert linear.preferred(X, W, None, None, residual, X.dtype) == ("mosaic",)
-        other = {**linear.problem(X, W, None, None, residual, X.dtype)}
+        other = {**linear.tuned_key(X, W, None, None, residual, X.dtype)}
         tuning.add(own, KIND, {tuning.key_of("linear", "forward", other): entry("xla")})
         assert linear.preferred(X, W, None, None, residual, X.dtype) == ("xla",)
     # Another device has its own table.
@@ -75,7 +75,7 @@ def test_an_entry_goes_before_the_operations_rule(own):
 def test_attention_looks_up_both_passes(own):
     op = REGISTRY["attention"]
     spec = next(spec for spec in op.tagged("block") if spec.arguments["query"].shape[0] == 4)
-    known = op.problem(plain(spec.structs()))
+    known = op.tuned_key(plain(spec.structs()))
     assert tuning.key_of(op.name, "backward", known) == (
         "attention backward batch=4 queries=4096 keys=4096 heads=32 key_heads=8 head_size=128 dtype=bfloat16 "
         "before=all after=0 with=nothing"

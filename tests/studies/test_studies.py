@@ -13,12 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from pallas_kernels.primitives.random import key_words, mixed_words
+from xlafuse.bench import timing
 from xlafuse.cli import app
 from xlafuse.errors import UnknownNameError
-from xlafuse.studies import STUDIES, cartpole_simulation, get_study, run_study
+from xlafuse.files import to_json
+from xlafuse.studies import STUDIES, cartpole_simulation, get_study, run_study, variants
 from xlafuse.studies.cartpole_simulation import FALLEN, START, apart, drawn, drawn_apart, precomputed
 from xlafuse.studies.comparisons import FUSED, UNFUSED, Gain, finding
-from xlafuse.studies.records import Part, Row, StudyError, StudyResult, load, merged, to_json
+from xlafuse.studies.records import Part, Row, StudyError, StudyResult, load, merged
+from xlafuse.studies.variants import Case, Variant
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,8 +67,30 @@ def test_drawn_randoms_are_uniform():
 def test_kernel_refuses_other_sizes():
     with pytest.raises(ValueError, match="multiple of 128 environments"):
         cartpole_simulation.simulate_drawn(start(100), jnp.zeros(2, jnp.uint32), steps=8)
-    with pytest.raises(ValueError, match="multiple of 8 steps"):
-        cartpole_simulation.simulate_given(start(128), jnp.zeros((12, 128), jnp.int32), start(128))
+
+
+def test_variants_that_fail_or_differ_have_no_times(monkeypatch):
+    def records(run_once, calls):
+        for _ in range(calls):
+            run_once()
+        return [("kernel", 2e-3)] * calls
+
+    monkeypatch.setattr(timing, "_kernel_records", records)
+    monkeypatch.setattr(variants, "buffer_sets", lambda _: 1)
+    made = {
+        "first": Variant(function=lambda x: x + 1),
+        "same": Variant(function=lambda x: 1 + x),
+        "other": Variant(function=lambda x: x + 2),
+        "other results": Variant(function=lambda x: (x, x), is_checked=False),
+        "fails": Variant(function=lambda x: 1 / 0),
+    }
+    case = Case(name="a case", arguments=(jax.ShapeDtypeStruct((8, 8), jnp.float32),), variants=made)
+    found = list(variants.time_variants([case]))
+    assert [each.variant for each in found if isinstance(each, Row)] == ["first", "same", "other results"]
+    assert {each.values["us"] for each in found if isinstance(each, Row)} == {2.0}
+    told = [each for each in found if isinstance(each, str)]
+    assert told[0].startswith("a case, other: AssertionError: output 0 is off by ")
+    assert told[1] == "a case, fails: RuntimeError: ZeroDivisionError: division by zero"
 
 
 @pytest.mark.parametrize(
@@ -97,10 +122,10 @@ def test_results_round_trip_and_merge(tmp_path):
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_concludes_without_a_gpu(name):
-    """From the counted part alone, and from all that is committed."""
+    """From what is committed; a comparison from its counted part alone, too."""
     study, result = get_study(name), load(ROOT / f"notebooks/results/studies/{name}.json")
     counted = StudyResult(study=name, parts=tuple(part for part in result.parts if part.basis == "counted"))
-    for each in (counted, result):
+    for each in (counted, result) if study.cases() else (result,):
         conclusion = study.conclude(each)
         assert len(conclusion.findings) == len(study.claims)
         assert all(sentence.endswith(".") and "nan" not in sentence for sentence in conclusion.sentences)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -18,23 +18,21 @@ import jax
 import jax.numpy as jnp
 
 from hlo_analysis.capture.lowering import gradient
-from xlafuse.bench import candidates
-from xlafuse.bench.candidates import measured, problem_of, with_times
+from xlafuse.bench.candidates import checked, measured, with_times
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Problem, ShapeResult
 from xlafuse.bench.rows import RIDGE
+from xlafuse.bench.settings import BlockSettings
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
 from xlafuse.comparison import fit_plan
 from xlafuse.models import BlockConfig, block_function, get_preset
 from xlafuse.strategies import Strategy, get_strategy
 
-MODES = ("forward", "grad")
-""""grad" computes the output and the gradients of x and of all weights, like the mode of `hlo_analysis.capture`."""
 PEERS = ("torch_compile", "torch_max_autotune", "torch_eager", "jax_eager")
 BASELINE = "xla"
 WALL_SECONDS = 0.1
 """The host takes up to two milliseconds to prepare a call."""
-_TOLERANCE = 5e-2
+TOLERANCE = 5e-2
 """Largest error, as a share of an array's root mean square.
 
 The bound only catches a program that computes something else. The tests check accuracy.
@@ -44,23 +42,6 @@ _SMALLEST = 2e-3
 
 An array below it, such as the gradient of a key's bias, holds only rounding errors.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockSettings:
-    """Settings of the block benchmark.
-
-    peers: names from `PEERS`.
-    until: seconds since the epoch after which no case starts.
-    """
-
-    preset: str
-    strategies: tuple[str, ...]
-    peers: tuple[str, ...] = ()
-    rounds: int = 8
-    calls: int = 3
-    until: float = float("inf")
-    seed: int = 0
 
 
 Case = tuple[Any, ...]
@@ -155,37 +136,20 @@ def _candidates(
     problems: list[Problem],
 ) -> list[Candidate]:
     """Returns the candidates that run and agree with the baseline; failures go into `problems`."""
-    made: list[Candidate] = []
-    expected: list[jax.Array] = []
-    for name in dict.fromkeys((BASELINE, *settings.strategies)):
-        try:
-            call = program(get_strategy(name), config, shape, mode)
-            result = jax.block_until_ready(jax.tree.leaves(call(*cases[0])))
-            expected = expected or result
-            check_close(result, expected)
-        except Exception as error:  # a failing strategy must not end the run of the others
-            problems.append(problem_of(name, error))
-            if name == BASELINE:
-                return []
-            continue
-        made.append(Candidate(name=name, kind="strategy", call=call, inputs=cases))
-        del result
-    for name in settings.peers:
-        try:
-            module = import_module(f"xlafuse.bench.peers.{'jax_eager' if name == 'jax_eager' else 'torch_block'}")
-            candidate, result = module.candidate(name, config, mode, cases)
-            check_close(result, expected)
-        except Exception as error:  # another library's failure is recorded and does not end the run
-            problems.append(problem_of(name, error))
-            continue
-        made.append(candidate)
-    return made
 
+    def strategy(name: str) -> tuple[Candidate, Sequence[jax.Array]]:
+        call = program(get_strategy(name), config, shape, mode)
+        result = jax.block_until_ready(jax.tree.leaves(call(*cases[0])))
+        return Candidate(name=name, kind="strategy", call=call, inputs=cases), result
 
-def check_close(result: Sequence[jax.Array], expected: Sequence[jax.Array]) -> None:
-    """Checks the number of arrays, and the difference of each pair; raises AssertionError if one is off by over 5 %."""
-    assert len(result) == len(expected), f"{len(result)} arrays, expected {len(expected)}"
-    candidates.check_close(result, expected, of=BASELINE, smallest=_SMALLEST, tolerance=_TOLERANCE)
+    def peer(name: str) -> tuple[Candidate, Sequence[jax.Array]]:
+        module = import_module(f"xlafuse.bench.peers.{'jax_eager' if name == 'jax_eager' else 'torch_block'}")
+        return module.candidate(name, config, mode, cases)
+
+    makers = {name: partial(strategy, name) for name in (BASELINE, *settings.strategies)}
+    makers |= {name: partial(peer, name) for name in settings.peers}
+    made = checked(makers, problems, smallest=_SMALLEST, tolerance=TOLERANCE)
+    return made if made and made[0].name == BASELINE else []
 
 
 def flops(config: BlockConfig, shape: tuple[int, int], mode: str) -> int:

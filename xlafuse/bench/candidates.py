@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,11 +108,38 @@ def with_times(
     )
 
 
+def checked(
+    makers: Mapping[str, Callable[[], tuple[Candidate, Sequence[jax.Array] | None]]],
+    problems: list[Problem],
+    **limits: float,
+) -> list[Candidate]:
+    """Returns the candidates that run and agree with the first that does; failures go into `problems`.
+
+    makers: by name, what makes a candidate and its first results, or None if they are not to be compared. limits: those
+        of `check_close`.
+    """
+    made: list[Candidate] = []
+    expected: Sequence[jax.Array] = ()
+    for name, make in makers.items():
+        try:
+            candidate, results = make()
+            if not made:
+                expected = results or ()
+            elif results is not None:
+                check_close(results, expected, of=made[0].name, **limits)
+        except Exception as error:  # one that fails must not end the run of the others
+            problems.append(problem_of(name, error))
+            continue
+        made.append(candidate)
+        del results  # frees their memory
+    return made
+
+
 def check_close(
     result: Sequence[jax.Array],
     baseline: Sequence[jax.Array],
     *,
-    of: str = "XLA",
+    of: str = "xla",
     smallest: float = 0.0,
     tolerance: float = _TOLERANCE,
 ) -> None:
@@ -129,7 +156,7 @@ def check_close(
         AssertionError: an output is off by more than the tolerance, or has NaNs.
     """
     if len(result) != len(baseline):
-        return
+        raise AssertionError(f"{len(result)} arrays, expected {len(baseline)}")
     is_float = [jnp.issubdtype(array.dtype, jnp.floating) for array in baseline]
     sizes = [float(_root_mean_square(array)) for array in baseline] if smallest else []
     least = smallest * max((size for size, known in zip(sizes, is_float, strict=False) if known), default=0.0)

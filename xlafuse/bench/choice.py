@@ -13,21 +13,21 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 
 from pallas_kernels import ArgSpec, OpSpec, choice, get_op, testing
 from pallas_kernels.specs import plain
-from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, measured, problem_of, with_times
+from xlafuse.bench.candidates import callable_of, checked, copies, inputs_of, measured, problem_of, with_times
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.random_calls import Limits, random_call
 from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
+from xlafuse.bench.settings import ChoiceSettings
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
 
-MODES = ("forward", "grad")
-""""grad" computes the outputs and the gradients, as a training step does."""
 BAR = 0.98
 """Least accepted ratio of the best implementation's time to that of a call that names none."""
 TIMED = Limits(length=2**14, rows=2**15, columns=2**14, flops=(3e7, 6e11), bytes=(1e6, 1e9))
@@ -48,23 +48,6 @@ _SMALLEST = 2e-3
 """Smallest reference for an array's error (see `candidates.check_close`), the same as in the block benchmark."""
 _MOST_TEMPORARY_BYTES = 16e9
 """XLA is not timed if its temporary buffers need more, as attention's scores may."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChoiceSettings:
-    """Settings of the choice benchmark.
-
-    until: no call starts after this time (`time.time`).
-    seed: seeds both the drawn calls and their values.
-    jobs: threads that compile calls before they are timed, `_AHEAD` calls for each.
-    """
-
-    modes: tuple[str, ...] = MODES
-    rounds: int = 8
-    calls: int = 4
-    seed: int = 0
-    until: float = math.inf
-    jobs: int = 1
 
 
 def drawn(op: OpSpec, seed: int, number: int) -> ArgSpec:
@@ -179,25 +162,18 @@ def _candidates(programs: Programs, inputs: Sequence[tuple[Any, ...]], problems:
 
     Failures go into `problems`.
     """
-    candidates: list[Candidate] = []
-    baseline: Sequence[jax.Array] = ()
-    for name, run in programs.items():
-        if name.startswith(_NONE) and any(run is each.call for each in candidates):
-            continue  # timed twice, the same program differs by up to 10 % at a few microseconds
-        try:
-            if isinstance(run, Exception):
-                raise run
-            outputs = jax.block_until_ready(run(*inputs[0]))
-            if candidates:
-                check_close(outputs, baseline, of=candidates[0].name, smallest=_SMALLEST)
-            else:
-                baseline = outputs
-        except Exception as error:  # a failing implementation must not end the run of the others
-            problems.append(problem_of(name, error))
-            continue
-        kind = "default" if name.startswith(_NONE) else "implementation"
-        candidates.append(Candidate(name=name, kind=kind, call=run, inputs=inputs))
-    return candidates
+    *named, default = programs
+
+    def make(name: str) -> tuple[Candidate, Sequence[jax.Array]]:
+        if isinstance(run := programs[name], Exception):
+            raise run
+        kind = "default" if name == default else "implementation"
+        return Candidate(name=name, kind=kind, call=run, inputs=inputs), jax.block_until_ready(run(*inputs[0]))
+
+    # Timed twice, the same program differs by up to 10 % at a few microseconds.
+    is_own = all(programs[name] is not programs[default] for name in named)
+    makers = {name: partial(make, name) for name in (*named, *([default] if is_own else []))}
+    return checked(makers, problems, smallest=_SMALLEST)
 
 
 def _with_default(timed: tuple[Measured, ...], programs: Programs) -> tuple[Measured, ...]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,40 +19,26 @@ import jax
 from pallas_kernels import ArgSpec, OpSpec, Traffic, get_op, testing, tuning
 from pallas_kernels.specs import plain
 from xlafuse.bench import peers, ptxas
-from xlafuse.bench.candidates import callable_of, check_close, copies, inputs_of, measured, problem_of, with_times
+from xlafuse.bench.candidates import (
+    callable_of,
+    check_close,
+    checked,
+    copies,
+    inputs_of,
+    measured,
+    problem_of,
+    with_times,
+)
 from xlafuse.bench.ceiling import ceiling_candidates, fastest
 from xlafuse.bench.environment import Sampler
-from xlafuse.bench.results import PHASES, Problem, ShapeResult, short_spec
+from xlafuse.bench.results import Problem, ShapeResult, short_spec
+from xlafuse.bench.settings import Settings
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
 from xlafuse.errors import UnknownNameError, XlafuseError
 
 
 class NoGpuError(XlafuseError, RuntimeError):
     """The benchmark needs an attached NVIDIA GPU."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of the kernel benchmark.
-
-    match: selects the shapes; see `is_wanted`.
-    peers: see `xlafuse.bench.peers.PEERS`.
-    peer_bytes: peers run only on shapes that move at least this many bytes, since compiling them takes seconds each.
-    seconds: no shape starts after this time.
-    only: "operation spec" of the shapes to measure, or empty for all. If given, kernels run with their untuned
-        configurations.
-    """
-
-    phases: tuple[str, ...] = PHASES
-    match: str = ""
-    peers: tuple[str, ...] = ()
-    peer_bytes: int = 0
-    variants: bool = False
-    rounds: int = 10
-    calls: int = 4
-    seconds: float = float("inf")
-    seed: int = 0
-    only: tuple[str, ...] = ()
 
 
 def require_gpu() -> None:
@@ -118,8 +105,10 @@ def bench_shape(
     try:
         cases = copies(testing.make_case(op, spec, settings.seed), sets)
         candidates = _candidates(op, structs, phase, cases, traffic, settings, problems)
-    except Exception as error:  # XLA failed or memory ran out: no baseline
+    except Exception as error:  # memory ran out
         problems.append(problem_of("xla", error))
+        candidates = []
+    if not candidates:
         return replace(result, problems=tuple(problems), seconds=time.monotonic() - start)
     ceilings = ceiling_candidates(traffic, sets=sets, seed=settings.seed)
     timed_from = time.monotonic()
@@ -147,25 +136,19 @@ def _candidates(
     if settings.variants:
         for name, variant in op.variants(phase, structs).items():
             calls.append((f"variant: {name}", "variant", _variant(variant, phase)))
-    candidates = []
-    baseline: Sequence[jax.Array] = ()
-    for name, kind, function in calls:
+
+    def make(name: str, kind: Any, function: Callable[..., Any]) -> tuple[Candidate, Sequence[jax.Array]]:
         candidate = Candidate(name=name, kind=kind, call=jax.jit(function), inputs=inputs)
-        try:
-            with ptxas.faults() as faults:
-                result = jax.block_until_ready(candidate.call(*inputs[0]))
-            if kind == "variant" and faults():
-                raise AssertionError(f"not timed: {'; '.join(faults())}")
-            if name == "xla":
-                baseline = result
-            check_close(result, baseline)
-        except Exception as error:  # a variant that fails or is wrong must not end the run
-            if name == "xla":
-                raise
-            problems.append(problem_of(name, error))
-            continue
-        candidates.append(candidate)
-    asked = settings.peers if traffic.bytes >= settings.peer_bytes else ()
+        with ptxas.faults() as faults:
+            result = jax.block_until_ready(candidate.call(*inputs[0]))
+        if kind == "variant" and faults():
+            raise AssertionError(f"not timed: {'; '.join(faults())}")
+        return candidate, result
+
+    candidates = checked({call[0]: partial(make, *call) for call in calls}, problems)
+    if not candidates or candidates[0].name != "xla":
+        return []
+    asked = settings.peers if traffic.bytes >= 1e6 * settings.peer_megabytes else ()
     names = dict.fromkeys((*peers.ALWAYS.get((op.name, phase), ()), *asked))
     candidates += _peers([name for name in names if name not in peers.OF_THE_OPERATION], phase, cases, problems)
     return candidates
@@ -176,12 +159,12 @@ def _peers(names: list[str], phase: str, cases: Sequence[testing.Case], problems
     if not names:
         return []
     cases = [peers.as_trained(case) for case in cases]
-    checked = peers.without_dropout(cases[0])
-    expected = _peers_results(checked, phase)
+    compared = peers.without_dropout(cases[0])
+    expected = _peers_results(compared, phase)
     candidates: list[Candidate] = []
     while names:
         name = names.pop(0)
-        made = _peer(name, phase, cases, checked, expected, problems)
+        made = _peer(name, phase, cases, compared, expected, problems)
         candidates += made
         fallback = peers.FALLBACKS.get(name)
         has_failed = not made and problems[-1].kind == "failed"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from xlafuse.bench.block import BASELINE, WALL_SECONDS, batch_and_length
-from xlafuse.bench.candidates import MESSAGE_LENGTH, check_close, with_times
+from xlafuse.bench.candidates import checked, with_times
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
+from xlafuse.bench.settings import ModelSettings
 from xlafuse.bench.timing import Candidate, Timing, time_candidates
 from xlafuse.comparison import fit_plan
 from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
@@ -35,26 +36,6 @@ _TOLERANCE = 0.1
 The bound only catches a program that computes something else.
 """
 _UNTIMED = Timing(median_us=0, p20_us=0, p80_us=0, wall_us=0, kernels=(), samples=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """Settings of the model benchmark.
-
-    peers: names from `PEERS`.
-    layers: replaces the model's number of layers.
-    until: seconds since the epoch after which no phase starts, and no strategy or peer is compiled.
-    """
-
-    model: str
-    strategies: tuple[str, ...]
-    peers: tuple[str, ...] = ()
-    layers: int | None = None
-    is_scanned: bool = False
-    rounds: int = 5
-    calls: int = 4
-    until: float = float("inf")
-    seed: int = 0
 
 
 class _Chain:
@@ -101,25 +82,15 @@ def _bench_phase(
     chain = _chain(config, shape, phase, Decoder(config).params(jax.random.key(settings.seed)), settings.seed)
     problems: list[Problem] = []
     measured: dict[str, Measured] = {}
-    candidates: list[Candidate] = []
-    expected: Any = None
-    for name in dict.fromkeys((BASELINE, *settings.strategies, *settings.peers)):
-        try:
-            if expected is not None and time.time() > settings.until:
-                raise TimeoutError("not begun, the time was up")
-            if name in PEERS:
-                made, found, costs = _of_peer(name, config, phase, chain)
-            else:
-                made, found, costs = _of_strategy(name, config, phase, chain)
-            expected = found if expected is None else expected
-            check_close(found, expected, of=BASELINE, tolerance=_TOLERANCE)
-            del found
-        except Exception as error:  # one failure must not end the run of the others
-            problems.append(Problem(candidate=name, message=f"{type(error).__name__}: {str(error)[:MESSAGE_LENGTH]}"))
-            continue
-        candidates.append(made)
-        measured[name] = costs
-    del expected
+
+    def make(name: str) -> tuple[Candidate, Any]:
+        if measured and time.time() > settings.until:
+            raise TimeoutError("not begun, the time was up")
+        made, found, measured[name] = (_of_peer if name in PEERS else _of_strategy)(name, config, phase, chain)
+        return made, found
+
+    makers = {name: partial(make, name) for name in (BASELINE, *settings.strategies, *settings.peers)}
+    candidates = checked(makers, problems, tolerance=_TOLERANCE)
     timed_from = time.monotonic()
     run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls, wall_seconds=WALL_SECONDS)
     batch, length = batch_and_length(shape)

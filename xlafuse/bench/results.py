@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from xlafuse.bench.environment import Activity, Environment
 from xlafuse.bench.timing import L2_CACHE_BYTES, Timing
 from xlafuse.errors import XlafuseError
+from xlafuse.files import read_record, to_json, write_files
 
 SCHEMA_VERSION = 2
-PHASES = ("forward", "backward")
 
 
 class ResultsError(XlafuseError, ValueError):
@@ -142,42 +140,16 @@ class Results:
 _RESULTS = TypeAdapter(Results)
 
 
-def to_json(results: Results) -> str:
-    """Returns the JSON text; equal results give equal text."""
-    return json.dumps(asdict(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
 def load(path: Path) -> Results:
-    """Loads a file that `write` wrote.
-
-    Raises:
-        ResultsError: the file is missing, is not JSON, or has another schema version.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ResultsError(f"expected a file of benchmark results at {path}: {error}") from None
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if version != SCHEMA_VERSION:
-        raise ResultsError(
-            f"{path} has schema version {version!r}, expected {SCHEMA_VERSION}; measure again with this package"
-        )
-    try:
-        return _RESULTS.validate_python(data, strict=False)
-    except ValidationError as error:
-        raise ResultsError(f"{path} is not a file of benchmark results: {str(error)[:500]}") from None
+    """Loads a file that `write` wrote; raises ResultsError if it is none, or has another schema version."""
+    return read_record(path, _RESULTS, SCHEMA_VERSION, "a file of benchmark results", ResultsError)
 
 
 def write(path: Path, results: Results) -> None:
-    """Writes the whole file or nothing: writes a temporary file beside `path` and renames it."""
+    """Writes the whole file or nothing."""
     text = to_json(results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_files(path.parent, {path.name: text})
 
 
 def rivals(shape: ShapeResult) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from pallas_kernels import REGISTRY
 from pallas_kernels.specs import plain
-from xlafuse.bench.results import PHASES, Results, ShapeResult, rivals
+from xlafuse.bench.results import Results, ShapeResult, rivals
+from xlafuse.bench.settings import PHASES
 
 RIVALS = {
     "xla": "XLA",

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 
 from xlafuse.bench.results import (
-    PHASES,
     Results,
     ResultsError,
     Run,
@@ -24,6 +23,7 @@ from xlafuse.bench.rows import (
     rows,
     teraflops_per_second,
 )
+from xlafuse.bench.settings import PHASES
 
 _ASIDE = ("cudnn_dense_mask",)
 """Rivals of single shapes, without a column among the means."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-from xlafuse.bench.block import BASELINE, MODES, activity_words, rate
+from xlafuse.bench.block import BASELINE, activity_words, rate
 from xlafuse.bench.choice import BAR, best, default, is_behind, is_measured, ratio
 from xlafuse.bench.results import Results, ShapeResult, geometric_mean, short_spec
 from xlafuse.bench.rows import grouped, rival_names, rows, teraflops_per_second
+from xlafuse.bench.settings import MODES
 
 _PHASES = {"forward": "fwd", "backward": "bwd"}
 _PROBLEM_LENGTH = 160

@@ -1,9 +1,9 @@
 """Implements `xlafuse tune`: fills a tuned table from measurements on the attached GPU.
 
-It times every bench shape of each operation whose dispatch reads the table (`OpSpec.problem`), with all configurations
-in turns, as the kernel benchmark does. Configurations that do not compile, spill registers, are serialized by ptxas or
-give wrong results are dropped before. The table is written after every shape, so that an interrupted run keeps its
-results and the next run continues there.
+It times every bench shape of each operation whose dispatch reads the table (`OpSpec.tuned_key`), with all
+configurations in turns, as the kernel benchmark does. Configurations that do not compile, spill registers, are
+serialized by ptxas or give wrong results are dropped before. The table is written after every shape, so that an
+interrupted run keeps its results and the next run continues there.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pallas_kernels import REGISTRY, OpSpec, tuning
 from pallas_kernels.specs import plain
 from pallas_kernels.tuning import Choice
 from xlafuse.bench import supervisor
-from xlafuse.bench.kernels import Settings, is_wanted
-from xlafuse.bench.results import PHASES, Results, ShapeResult, merge
+from xlafuse.bench.kernels import is_wanted
+from xlafuse.bench.results import Results, ShapeResult, merge
+from xlafuse.bench.settings import PHASES, Settings
 from xlafuse.errors import XlafuseError
 
 _GAIN = 0.01
@@ -31,15 +32,15 @@ class NothingToTuneError(XlafuseError, ValueError):
 
 def tunable() -> tuple[str, ...]:
     """Lists the operations whose dispatch reads the table."""
-    return tuple(name for name, op in REGISTRY.items() if op.problem is not None)
+    return tuple(name for name, op in REGISTRY.items() if op.tuned_key is not None)
 
 
 def keys(op: OpSpec, phase: str = "forward") -> dict[str, str]:
     """Returns the table's key of each bench shape; of shapes with the same key, only the first."""
-    assert op.problem is not None
+    assert op.tuned_key is not None
     found: dict[str, str] = {}
     for spec in op.tagged("bench"):
-        found.setdefault(tuning.key_of(op.name, phase, op.problem(plain(spec.structs()))), spec.name)
+        found.setdefault(tuning.key_of(op.name, phase, op.tuned_key(plain(spec.structs()))), spec.name)
     return {spec: key for key, spec in found.items()}
 
 
@@ -48,7 +49,7 @@ def entries(results: Results, operations: Sequence[str] | None = None) -> dict[s
     found = {}
     for shape in results.shapes:
         op = REGISTRY.get(shape.op)
-        if op is None or op.problem is None or (operations is not None and op.name not in operations):
+        if op is None or op.tuned_key is None or (operations is not None and op.name not in operations):
             continue
         if shape.phase not in op.tuned_phases or shape.spec not in (known := keys(op, shape.phase)):
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import repeat
@@ -62,16 +62,17 @@ def measure(operations: Sequence[str], settings: AnySettings, folder: Path, samp
     }
     shapes: list[ShapeResult] = []
     left_out: list[str] = []
-    ahead = compile_ahead(operations, settings) if isinstance(settings, ChoiceSettings) else repeat({})
+    ahead = zip(compile_ahead(operations, settings)) if isinstance(settings, ChoiceSettings) else repeat(())
+    results, lines = _benchmark(settings)
     for name in operations:
         (folder / "progress.txt").write_text(name)
         print(name, flush=True)
-        for result in _results(name, settings, sampler, next(ahead)):
+        for result in results(name, settings, sampler, *next(ahead)):
             if isinstance(result, str):
                 left_out.append(result)
                 continue
             shapes.append(result)
-            print("\n".join((*_result_lines(result, settings), *problem_lines(result))), flush=True)
+            print("\n".join((*lines(result), *problem_lines(result))), flush=True)
             write(
                 folder / "results.json",
                 Results(runs=(Run(**run, shapes=tuple(shapes), left_out=tuple(left_out)),)),
@@ -82,30 +83,17 @@ def measure(operations: Sequence[str], settings: AnySettings, folder: Path, samp
     return DONE
 
 
-def _results(
-    name: str, settings: AnySettings, sampler: Sampler | None, programs: Mapping[str, Any]
-) -> Iterator[ShapeResult | str]:
+def _benchmark(settings: AnySettings) -> tuple[Callable[..., Iterator[ShapeResult | str]], Callable[..., list[str]]]:
+    """Returns what yields the results of an item, and what formats one."""
     match settings:
         case BlockSettings():
-            return bench_block(name, settings, sampler)
+            return bench_block, block_lines
         case ChoiceSettings():
-            return bench_choice(name, settings, sampler, programs)
+            return bench_choice, choice_lines
         case ModelSettings():
-            return bench_model(name, settings, sampler)
+            return bench_model, model_lines
         case Settings():
-            return bench_operation(get_op(name), settings, sampler)
-
-
-def _result_lines(result: ShapeResult, settings: AnySettings) -> list[str]:
-    match settings:
-        case BlockSettings():
-            return block_lines(result)
-        case ChoiceSettings():
-            return choice_lines(result)
-        case ModelSettings():
-            return model_lines(result)
-        case Settings():
-            return kernel_lines(result)
+            return lambda name, *more: bench_operation(get_op(name), *more), kernel_lines
 
 
 def gpu_answers() -> bool:

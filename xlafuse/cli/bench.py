@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from xlafuse.bench.settings import (
+    MODES,
+    PHASES,
+    BlockSettings,
+    ChoiceSettings,
+    Match,
+    ModelSettings,
+    Rounds,
+    Seconds,
+    Settings,
+)
 from xlafuse.cli.errors import InputError, cli_errors
-from xlafuse.cli.options import names
+from xlafuse.cli.options import names, with_options
 
 if TYPE_CHECKING:
     from xlafuse.bench.results import Results
@@ -19,227 +30,119 @@ Output = Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Th
 Operations = Annotated[
     list[str] | None, typer.Option("--op", metavar="NAME", help="An operation; repeat for several. Default: all.")
 ]
-Modes = Annotated[
-    str | None, typer.Option(metavar="A,B", help="forward, or grad: forward and backward pass. Default: both.")
-]
-Rounds = Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")]
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on an attached NVIDIA GPU.")
 
 
-@bench.command()
-def kernels(
-    output: Output,
-    op: Operations = None,
-    phase: Annotated[
-        list[str] | None, typer.Option("--phase", metavar="PHASE", help="forward or backward. Default: both.")
-    ] = None,
-    match: Annotated[
-        str,
-        typer.Option(
-            metavar="A,B,C",
-            help="Only shapes whose name contains one of these, such as 8192x4096, or equals one, such as =8x8.",
-        ),
-    ] = "",
-    peers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,C",
-            help="Libraries to time in the same run, if they have the operation: torch_compile, "
-            "torch_max_autotune, torch_eager, liger, quack, jax_triton, jla, jax_mosaic, cudnn, cudnn_dense_mask, "
-            "fa3, fa4, fa4_deterministic.",
-        ),
-    ] = None,
-    peer_megabytes: Annotated[
-        float,
-        typer.Option(
-            metavar="MB", help="Time peers only on shapes that move at least this much; compiling them takes a while."
-        ),
-    ] = 0.0,
-    variants: Annotated[bool, typer.Option("--variants", help="Also time the kernel configurations to tune.")] = False,
-    rounds: Rounds = 10,
-    seconds: Annotated[
-        float, typer.Option(metavar="S", help="Start no shape of an operation after this many seconds.")
-    ] = float("inf"),
-) -> None:
+def _kernels(settings: Settings, output: Output, op: Operations = None) -> None:
     """Measure kernels against XLA, other libraries and the copy ceiling.
 
     Needs an NVIDIA GPU. Exits with 0 if all of our kernels were measured, 1 if something failed, 2 on bad input or no
     GPU.
     """
-    with cli_errors():
-        from pallas_kernels import REGISTRY
-        from xlafuse.bench import peers as known_peers
-        from xlafuse.bench.kernels import Settings, check_match
-        from xlafuse.bench.results import PHASES
-        from xlafuse.bench.text import kernel_summary
+    from pallas_kernels import REGISTRY
+    from xlafuse.bench import peers
+    from xlafuse.bench.kernels import check_match
+    from xlafuse.bench.text import kernel_summary
 
-        operations, wanted = tuple(op or REGISTRY), names(peers)
-        _check("operation", operations, REGISTRY)
-        _check("phase", phase or (), PHASES)
-        known_peers.check_names(wanted)
-        check_match(operations, match)
-        settings = Settings(
-            phases=tuple(phase or PHASES),
-            match=match,
-            peers=tuple(name for name in wanted if name != "xla"),
-            peer_bytes=int(peer_megabytes * 1e6),
-            variants=variants,
-            rounds=rounds,
-            seconds=seconds,
-        )
-        results = _measured("kernels", operations, settings, output, kernel_summary)
+    operations = tuple(op or REGISTRY)
+    _check("operation", operations, REGISTRY)
+    _check("phase", settings.phases, PHASES)
+    peers.check_names(settings.peers)
+    check_match(operations, settings.match)
+    results = _measured("kernels", operations, settings, output, kernel_summary)
     raise typer.Exit(0 if _is_complete(results, {"xla", "mosaic", "triton"}) else 1)
 
 
-@bench.command()
-def block(
+def _block(
+    settings: BlockSettings,
     output: Output,
-    preset: Annotated[
-        str, typer.Option(metavar="NAME", help="A transformer block: llama3-8b, gpt2-medium, tiny.")
-    ] = "llama3-8b",
     shapes: Annotated[
         str, typer.Option(metavar="A,B,C", help="BATCHxLENGTH, separated by commas.")
     ] = "2x4096,1x512,16x1,1x1",
-    strategies: Annotated[
-        str | None, typer.Option(metavar="A,B,C", help="Strategies to time; see `xlafuse strategies`. Default: all.")
-    ] = None,
-    modes: Modes = None,
-    peers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,C",
-            help="The same block in PyTorch (torch_compile, torch_max_autotune, torch_eager), and in JAX without jit "
-            "(jax_eager).",
-        ),
-    ] = None,
-    rounds: Rounds = 8,
-    seconds: Annotated[float, typer.Option(metavar="S", help="Start no case after this many seconds.")] = float("inf"),
+    modes: Annotated[
+        str, typer.Option(metavar="A,B", help="forward, or grad: forward and backward pass.")
+    ] = "forward,grad",
 ) -> None:
     """Measure a whole transformer block under the fusion strategies, forward only and with the backward pass.
 
     Needs an NVIDIA GPU. Exits with 0 if every strategy was measured, 1 if one failed, 2 on bad input or no GPU.
     """
-    with cli_errors():
-        from xlafuse.bench.block import MODES, PEERS, BlockSettings
-        from xlafuse.bench.text import block_summary
-        from xlafuse.models import get_preset
-        from xlafuse.strategies import STRATEGIES, get_strategy
+    from xlafuse.bench.block import PEERS
+    from xlafuse.bench.text import block_summary
+    from xlafuse.models import get_preset
+    from xlafuse.strategies import STRATEGIES
 
-        get_preset(preset)
-        chosen = names(strategies) or tuple(STRATEGIES)
-        for name in chosen:
-            get_strategy(name)
-        _check("mode", names(modes), MODES)
-        _check("peer", names(peers), PEERS)
-        settings = BlockSettings(
-            preset=preset,
-            strategies=chosen,
-            peers=names(peers),
-            rounds=rounds,
-            until=time.time() + seconds,
-        )
-        cases = _cases(names(shapes), names(modes) or MODES)
-        results = _measured("block", cases, settings, output, block_summary, stall_seconds=200.0)
-    raise typer.Exit(0 if _is_complete(results, chosen) else 1)
+    get_preset(settings.preset)
+    settings = replace(settings, strategies=settings.strategies or tuple(STRATEGIES))
+    _check_strategies(settings.strategies)
+    _check("mode", names(modes), MODES)
+    _check("peer", settings.peers, PEERS)
+    cases = _cases(names(shapes), names(modes))
+    results = _measured("block", cases, settings, output, block_summary, stall_seconds=200.0)
+    raise typer.Exit(0 if _is_complete(results, settings.strategies) else 1)
 
 
-@bench.command()
-def model(
+def _model(
+    settings: ModelSettings,
     output: Output,
-    preset: Annotated[str, typer.Option(metavar="NAME", help="A model: llama3-8b, gpt2-medium, tiny.")] = "llama3-8b",
     shapes: Annotated[str, typer.Option(metavar="A,B,C", help="SEQUENCESxTOKENS, separated by commas.")] = "8x1024",
-    strategies: Annotated[
-        str, typer.Option(metavar="A,B,C", help="Strategies to time; see `xlafuse strategies`.")
-    ] = "xla,xla_cudnn,best",
     phases: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help="forward, train, prefill, decode. Default: all."),
-    ] = None,
-    peers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,C",
-            help="The same model in PyTorch: torch_eager, torch_compile, torch_reduce_overhead, torch_max_autotune.",
-        ),
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Number of layers, instead of the model's own.")
-    ] = None,
-    scan: Annotated[bool, typer.Option("--scan", help="Compile one layer in a loop over all of them.")] = False,
-    rounds: Rounds = 5,
-    seconds: Annotated[
-        float, typer.Option(metavar="S", help="Start no phase, strategy or peer after this many seconds.")
-    ] = float("inf"),
+        str, typer.Option(metavar="A,B", help="Which parts of training and generation.")
+    ] = "forward,train,prefill,decode",
 ) -> None:
     """Measure a whole language model under the fusion strategies: wall clock, tokens a second, compile time, memory.
 
     Decoding appends one token to each sequence, in a donated cache. Needs an NVIDIA GPU. Exits with 0 if every strategy
     was measured, 1 if one failed, 2 on bad input or no GPU.
     """
-    with cli_errors():
-        from xlafuse.bench.model import PEERS, PHASES, ModelSettings, model_summary
-        from xlafuse.models.decoder import get_decoder
-        from xlafuse.strategies import get_strategy
+    from xlafuse.bench import model
+    from xlafuse.models.decoder import get_decoder
 
-        get_decoder(preset)
-        for name in names(strategies):
-            get_strategy(name)
-        _check("phase", names(phases), PHASES)
-        _check("peer", names(peers), PEERS)
-        settings = ModelSettings(
-            model=preset,
-            strategies=names(strategies),
-            peers=names(peers),
-            layers=layers,
-            is_scanned=scan,
-            rounds=rounds,
-            until=time.time() + seconds,
-        )
-        cases = _cases(names(shapes), names(phases) or PHASES)
-        results = _measured("model", cases, settings, output, model_summary, stall_seconds=300.0)
-    raise typer.Exit(0 if _is_complete(results, names(strategies)) else 1)
+    get_decoder(settings.model)
+    _check_strategies(settings.strategies)
+    _check("phase", names(phases), model.PHASES)
+    _check("peer", settings.peers, model.PEERS)
+    cases = _cases(names(shapes), names(phases))
+    results = _measured("model", cases, settings, output, model.model_summary, stall_seconds=300.0)
+    raise typer.Exit(0 if _is_complete(results, settings.strategies) else 1)
 
 
-@bench.command()
-def choice(
+def _choice(
+    settings: ChoiceSettings,
     output: Output,
     op: Operations = None,
-    modes: Modes = None,
     count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of calls to draw for each operation.")] = 20,
     numbers: Annotated[
         str | None,
         typer.Option(metavar="A,B,C", help="Only these of the drawn calls, counted from 0; call 0.7 has number 7."),
     ] = None,
-    seed: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Seed of the calls; the same seed draws the same calls.")
-    ] = 0,
-    rounds: Rounds = 8,
-    seconds: Annotated[float, typer.Option(metavar="S", help="Start no call after this many seconds.")] = float("inf"),
-    jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Threads that compile calls ahead.")] = 1,
 ) -> None:
     """Measure whether calls that name no implementation take the fastest one, at random sizes.
 
     Needs an NVIDIA GPU. Exits with 0 if no call is more than 2 % slower than the operation's best implementation, 1 if
     one is or something failed, 2 on bad input or no GPU.
     """
-    with cli_errors():
-        from pallas_kernels import REGISTRY
-        from xlafuse.bench.choice import MODES, ChoiceSettings, is_kept
-        from xlafuse.bench.text import choice_summary
+    from pallas_kernels import REGISTRY
+    from xlafuse.bench.choice import is_kept
+    from xlafuse.bench.text import choice_summary
 
-        operations = tuple(op or REGISTRY)
-        _check("operation", operations, REGISTRY)
-        _check("mode", names(modes), MODES)
-        for number in names(numbers):
-            if not number.isdecimal():
-                raise InputError(f"expected numbers of calls with commas between, as 3,17, got {number!r}")
-        drawn = [int(number) for number in names(numbers)] or range(count)
-        until = time.time() + seconds
-        settings = ChoiceSettings(modes=names(modes) or MODES, rounds=rounds, seed=seed, until=until, jobs=jobs)
-        calls = tuple(dict.fromkeys(f"{name} {number}" for name in operations for number in drawn))
-        results = _measured("choice", calls, settings, output, choice_summary)
+    operations = tuple(op or REGISTRY)
+    _check("operation", operations, REGISTRY)
+    _check("mode", settings.modes, MODES)
+    for number in names(numbers):
+        if not number.isdecimal():
+            raise InputError(f"expected numbers of calls with commas between, as 3,17, got {number!r}")
+    drawn = [int(number) for number in names(numbers)] or range(count)
+    calls = tuple(dict.fromkeys(f"{name} {number}" for name in operations for number in drawn))
+    results = _measured("choice", calls, settings, output, choice_summary)
     raise typer.Exit(0 if is_kept(results) else 1)
+
+
+bench.command("kernels")(with_options(_kernels, Settings))
+bench.command("block")(with_options(_block, BlockSettings))
+bench.command("model")(with_options(_model, ModelSettings))
+bench.command("choice")(with_options(_choice, ChoiceSettings))
 
 
 @bench.command()
@@ -262,13 +165,7 @@ def compare(
 
 def tune(
     op: Operations = None,
-    match: Annotated[
-        str,
-        typer.Option(
-            metavar="A,B,C",
-            help="Only shapes whose name contains one of these, such as 8192-4096, or equals one, such as =8-8.",
-        ),
-    ] = "",
+    match: Match = "",
     output: Annotated[
         Path | None,
         typer.Option(
@@ -283,9 +180,7 @@ def tune(
     ] = None,
     anew: Annotated[bool, typer.Option("--anew", help="Time shapes again that are already in the table.")] = False,
     rounds: Rounds = 8,
-    seconds: Annotated[
-        float, typer.Option(metavar="S", help="Start no shape of an operation after this many seconds.")
-    ] = float("inf"),
+    seconds: Seconds = float("inf"),
 ) -> None:
     """Time kernel configurations on the attached NVIDIA GPU and keep the fastest for dispatch.
 
@@ -296,7 +191,7 @@ def tune(
         from pallas_kernels import tuning
         from xlafuse.bench import tune as tuner
         from xlafuse.bench.environment import gpu_state
-        from xlafuse.bench.kernels import NoGpuError, Settings
+        from xlafuse.bench.kernels import NoGpuError
         from xlafuse.bench.results import load
 
         operations = tuple(op or tuner.tunable())
@@ -323,6 +218,13 @@ def _check(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     for name in given:
         if name not in known:
             raise UnknownNameError(what, name, known)
+
+
+def _check_strategies(given: Iterable[str]) -> None:
+    from xlafuse.strategies import get_strategy
+
+    for name in given:
+        get_strategy(name)
 
 
 def _cases(shapes: Sequence[str], modes: Sequence[str]) -> list[str]:

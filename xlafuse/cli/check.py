@@ -162,7 +162,7 @@ def _baseline(text: str) -> tuple[Lock, Analysis | None]:
 
 def _write(analysis: Analysis, path: Path) -> None:
     from hlo_analysis.budget import lock_of, lock_to_json
-    from xlafuse.cli.output import write_files
+    from xlafuse.files import write_files
 
     if path.suffix != ".json":
         raise InputError(f"expected --write FILE.json, got {path.name!r}")

@@ -9,9 +9,11 @@ import typer
 
 from xlafuse.cli.errors import InputError, cli_errors
 from xlafuse.cli.programs import (
+    DEFAULT_TARGET,
     Args,
     Block,
     Fn,
+    Mode,
     ModeOption,
     Program,
     Shape,
@@ -46,8 +48,8 @@ def diff(
         str | None,
         typer.Option("--b", metavar=_SIDE, help="How to compile B; fused is a function under xlafuse.fuse."),
     ] = None,
-    mode: ModeOption = "forward",
-    target: Target = "h200",
+    mode: ModeOption = Mode.forward,
+    target: Target = DEFAULT_TARGET,
     count: Annotated[
         int, typer.Option("-n", "--count", metavar="N", min=1, help="Number of changes of each kind to list.")
     ] = 10,

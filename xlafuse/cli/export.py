@@ -55,7 +55,7 @@ def export(
     Exits with 2 on bad input, such as asking for measured times of a program that was not measured.
     """
     with cli_errors():
-        from xlafuse.cli.output import write_files
+        from xlafuse.files import write_files
 
         if not output.parent.is_dir():
             raise InputError(f"cannot write {output}: no folder {output.parent}")

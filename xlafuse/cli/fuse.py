@@ -1,9 +1,8 @@
-"""Implements `xlafuse fuse`: shows what `xlafuse.fuse` takes of a function, as a source diff, and what it refuses."""
+"""Implements `xlafuse fuse`: shows what `xlafuse.fuse` takes of a function, and what it refuses."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import linecache
 import sys
@@ -15,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xlafuse.cli.errors import InputError
-from xlafuse.cli.options import names
-from xlafuse.cli.report import use_cpu_without_gpu
+from xlafuse.cli.programs import DEFAULT_TARGET, FN, Args, Target, use_cpu_without_gpu
 
 if TYPE_CHECKING:
     from xlafuse.fusion.plan import Plan, Site
@@ -26,30 +24,18 @@ if TYPE_CHECKING:
 class Request:
     """Options of `xlafuse fuse`."""
 
-    fn: Annotated[
-        str,
-        typer.Option(metavar="MODULE:FUNCTION", help="A JAX function, given as package.module:name or file.py:name."),
-    ]
+    fn: Annotated[str, FN]
     shape: Annotated[
         list[str] | None,
         typer.Option(metavar="SHAPE", help="One for each argument, such as 'bf16[8192,4096]' or 'f32[]'."),
     ] = None
-    args: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FACTORY", help="For arguments that are trees: a function that returns them as a tuple."
-        ),
-    ] = None
-    ops: Annotated[str | None, typer.Option(metavar="A,B,C", help="Operations to look for. Default: all.")] = None
-    skip: Annotated[str | None, typer.Option(metavar="A,B,C", help="Operations to leave out. Default: none.")] = None
+    args: Args = None
+    ops: Annotated[tuple[str, ...], typer.Option(metavar="A,B,C", help="Operations to look for. Default: all.")] = ()
+    skip: Annotated[tuple[str, ...], typer.Option(metavar="A,B,C", help="Operations to leave out.")] = ()
     allow: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help="Differences to accept: rounding, empty_rows. Default: none."),
-    ] = None
-    target: Annotated[
-        str,
-        typer.Option(metavar="TARGET", help="GPU for which operations choose implementations; see `xlafuse targets`."),
-    ] = "h200"
+        tuple[str, ...], typer.Option(metavar="A,B", help="Differences to accept: rounding, empty_rows.")
+    ] = ()
+    target: Target = DEFAULT_TARGET
     compiles: Annotated[
         bool,
         typer.Option(
@@ -66,7 +52,7 @@ class Taken:
 
     where: file and line of the code, as the user wrote it. function: the one around it. call: the call that replaces
     the code, with the operation's own names for its arrays. arrays: their dtypes and shapes. equations: how many one
-    call replaces. is_in_diff: whether the diff has it. count: number of the sites.
+    call replaces. count: number of the sites.
     """
 
     operation: str
@@ -76,7 +62,6 @@ class Taken:
     call: str
     arrays: Mapping[str, str]
     equations: int
-    is_in_diff: bool
     count: int = 1
 
 
@@ -108,21 +93,19 @@ class Refused:
 class Findings:
     """Sites found in one trace of a function.
 
-    note: why nothing was searched. diff: a unified diff of the files, which was applied and traced: it gives the
-    program that `fuse` makes. worse: how the fused program is worse than the plain one, and what to skip.
+    note: why nothing was searched. worse: how the fused program is worse than the plain one, and what to skip.
     """
 
     function: str
     note: str | None = None
     taken: tuple[Taken, ...] = ()
-    diff: str = ""
     left: tuple[Left, ...] = ()
     refused: tuple[Refused, ...] = ()
     worse: tuple[str, ...] = ()
 
 
 def fuse(request: Request) -> None:
-    """Show as a diff which fused operations `xlafuse.fuse` puts into a function, and what it refuses.
+    """Show which fused operations `xlafuse.fuse` puts into a function, with their calls, and what it refuses.
 
     Needs no GPU. Exits with 0, even if there is no site, and with 2 on bad input.
     """
@@ -131,17 +114,13 @@ def fuse(request: Request) -> None:
     from xlafuse.cli import inputs
 
     target = load_target(request.target)
-    load = functools.partial(inputs.load_program, request.fn, request.shape or (), request.args)
     # The function may print while it is imported and traced; stdout is for the JSON alone.
     with redirect_stdout(sys.stderr) if request.json else nullcontext():
-        choices = {
-            "ops": names(request.ops) or None,
-            "skip": names(request.skip),
-            "allow": names(request.allow),
-        }
-        findings = find(load, **choices, target=target)
+        choices = {"ops": request.ops or None, "skip": request.skip, "allow": request.allow}
+        program = inputs.load_program(request.fn, request.shape or (), request.args)
+        findings = find(*program, **choices, target=target)
         if findings.taken and request.compiles and target.kind == "cuda":
-            findings = dataclasses.replace(findings, worse=worse_in(*load(), request.target, choices))
+            findings = dataclasses.replace(findings, worse=worse_in(*program, request.target, choices))
     if request.json:
         sys.stdout.write(json.dumps(dataclasses.asdict(findings), indent=2, default=str) + "\n")
     else:
@@ -149,7 +128,8 @@ def fuse(request: Request) -> None:
 
 
 def find(
-    load: Callable[[], tuple[Callable[..., Any], Sequence[Any]]],
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
     *,
     ops: Sequence[str] | None = None,
     skip: Sequence[str] = (),
@@ -158,12 +138,12 @@ def find(
 ) -> Findings:
     """Finds the sites of a function by tracing it for a target, without computing anything.
 
-    load: imports the function and makes its arguments: trees of arrays or `jax.ShapeDtypeStruct`; other leaves are
-    static. It is called again for each edit that is tried.
+    arguments: trees of arrays or `jax.ShapeDtypeStruct`; other leaves are static.
 
     Raises:
         InputError: unknown names, or a function that cannot be traced.
     """
+    from xlafuse.findings import traced_for
     from xlafuse.fusion.api import ALLOWANCES
     from xlafuse.fusion.spellings import spellings
 
@@ -173,31 +153,28 @@ def find(
         raise InputError(str(error)) from None
     if unknown := [name for name in allow if name not in ALLOWANCES]:
         raise InputError(f"unknown --allow {unknown[0]!r}; there are {', '.join(ALLOWANCES)}")
-    loaded = load()
-    return traced_for(target, lambda: _findings(load, loaded, sought, ops, frozenset(skip), frozenset(allow)))
+    return traced_for(target, lambda: _findings(function, arguments, sought, ops, frozenset(skip), frozenset(allow)))
 
 
 def _findings(
-    load: Callable[[], tuple[Callable[..., Any], Sequence[Any]]],
-    loaded: tuple[Callable[..., Any], Sequence[Any]],
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
     sought: Any,
     ops: Sequence[str] | None,
     skip: frozenset[str],
     allow: frozenset[str],
 ) -> Findings:
-    """Finds the sites of a function that is loaded; it is loaded again for each edit that is tried."""
     import jax
 
     from hlo_analysis.capture.lowering import function_name
     from xlafuse.cli.calls import call_text
-    from xlafuse.cli.site_diff import Program, checked_edits
     from xlafuse.fusion.api import is_differentiated
     from xlafuse.fusion.evaluate import evaluate
     from xlafuse.fusion.plan import make_plan
     from xlafuse.fusion.sources import line_of, stack_of
 
-    name = function_name(loaded[0])
-    closed, structs = _traced(*loaded)
+    name = function_name(function)
+    closed, structs = _traced(function, arguments)
     if is_differentiated(closed.jaxpr):
         note = f"{name} is differentiated already: name the function that is given to jax.grad instead."
         return Findings(function=name, note=note)
@@ -209,18 +186,15 @@ def _findings(
         for each in plan.walk()
         for site in sorted(each.sites, key=lambda site: site.root.index)
     }
-    program = Program(closed=closed, structs=structs, plan=plan, trace=lambda: _traced(*load())[0])
-    edits, diffs = checked_edits(program, {place.file for stack in places.values() for place in stack})
     taken = [
         Taken(
             operation=site.operation,
             implementation="xla" if site.note else implementations.get(site, "not computed"),
             where=line_of(site.root, outside=__file__),
             function=stack[0].function if stack else name,
-            call=site.note or "".join(map(str, call_text(site, {each: (each,) for each in site.arrays}))),
+            call=site.note or call_text(site),
             arrays={own: _array(binding.value.dtype, binding.shape) for own, binding in site.arrays.items()},
             equations=len(site.covered),
-            is_in_diff=site in edits,
         )
         for site, stack in places.items()
     ]
@@ -229,13 +203,7 @@ def _findings(
     for each in plan.walk():
         left += [Left(operation=site.operation, where=line_of(site.root, outside=__file__)) for site in each.written]
         refused |= dict.fromkeys(_refused(each))
-    return Findings(
-        function=name,
-        taken=_counted(taken),
-        diff="\n".join(filter(None, diffs.values())),
-        left=_counted(left),
-        refused=tuple(refused),
-    )
+    return Findings(function=name, taken=_counted(taken), left=_counted(left), refused=tuple(refused))
 
 
 def _array(dtype: Any, shape: Sequence[int]) -> str:
@@ -272,46 +240,14 @@ def _counted[T: (Taken, Left)](sites: Sequence[T]) -> tuple[T, ...]:
     return tuple(dataclasses.replace(each, count=count) for each, count in counts)
 
 
-def traced_for[T](target: Any, call: Callable[[], T]) -> T:
-    """Calls what traces a program, so that its operations choose implementations for the target."""
-    import contextlib
-
-    from hlo_analysis.capture.cudnn import answer_cudnn_checks
-    from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes, under_mesh_of_one
-
-    if target.kind != "cuda":
-        return call()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(answer_cudnn_checks(target))
-        stack.enter_context(name_target_in_meshes(target))
-        return under_mesh_of_one(mesh_of_one(target), call)
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
 def _traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Returns the function's jaxpr over its arrays, and the arrays."""
     import jax
 
-    from hlo_analysis.capture.lowering import (
-        abstract,
-        describe_arguments,
-        function_name,
-        leave_out_packages,
-        tracing_error,
-    )
+    from hlo_analysis.capture.lowering import describe_arguments, function_name, leave_out_packages, tracing_error
+    from xlafuse.findings import over_arrays
 
-    leaves, structure = jax.tree.flatten(tuple(arguments))
-    structs = [abstract(leaf, None) for leaf in leaves if _is_array(leaf)]
-
-    def flat(*arrays: Any) -> list[Any]:
-        given = iter(arrays)
-        whole = [next(given) if _is_array(leaf) else leaf for leaf in leaves]
-        results = function(*jax.tree.unflatten(structure, whole))
-        return [each for each in jax.tree.leaves(results) if _is_array(each)]
-
+    flat, structs = over_arrays(function, arguments)
     leave_out_packages("xlafuse", "pallas_kernels", "typer", "click")
     try:
         return jax.make_jaxpr(flat)(*structs), structs
@@ -341,7 +277,6 @@ def _show(findings: Findings) -> None:
 
     from hlo_analysis.report.formats import plural
     from xlafuse.fusion.report import count_text
-    from xlafuse.fusion.spellings import OTHERS
 
     console = Console(highlight=False, soft_wrap=True)
 
@@ -357,13 +292,8 @@ def _show(findings: Findings) -> None:
         by = "computed by XLA here," if each.implementation == "xla" else f"by {each.implementation}"
         what = f"{each.operation} {by} for {plural(each.equations, 'equation')}{times}"
         line(f"\n{each.where}, in {each.function}: {what}", "cyan")
-        if not each.is_in_diff:
-            line(f"    {each.call}" if each.operation in OTHERS else f"    by hand: {each.call}")
+        line(f"    {each.call}")
         line("    " + ", ".join(f"{name} {array}" for name, array in each.arrays.items()), "dim")
-    if findings.diff:
-        line("")
-    for text in findings.diff.splitlines():
-        line(text, {"-": "red", "+": "green", "@": "cyan"}.get(text[:1], ""))
     for each in findings.worse:
         line(f"\n{each}", "bold")
     if findings.left:

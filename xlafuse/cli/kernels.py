@@ -16,7 +16,7 @@ from rich.table import Table
 from hlo_analysis.loading import argument_shape
 from hlo_analysis.report.console import fitted
 from xlafuse.cli.errors import InputError
-from xlafuse.cli.fuse import traced_for
+from xlafuse.findings import traced_for
 
 if TYPE_CHECKING:
     from pallas_kernels import Choice, OpSpec

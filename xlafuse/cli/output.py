@@ -1,10 +1,9 @@
-"""Writes a report's files: checks the folder first, and writes all files or none."""
+"""Checks a report's folder before any costly work."""
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,42 +34,9 @@ def output_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_files(folder: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Writes each file under a temporary name and renames it, so that a reader never sees a partial file.
-
-    Raises:
-        InputError: a file cannot be written, for example because the disk is full or a folder has its name. No file has
-            changed then, unless the final renaming failed.
-    """
-    waiting: list[tuple[Path, Path]] = []
-    try:
-        for name, text in texts.items():
-            handle, passing = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-            waiting.append((Path(passing), folder / name))
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(passing).chmod(0o666 & ~_umask())
-        for passing, final in waiting:
-            passing.replace(final)
-    except OSError as error:
-        raise InputError(f"cannot write the report to {folder}: {error.strerror or error}") from None
-    finally:
-        for passing, _ in waiting:
-            passing.unlink(missing_ok=True)
-    return [final for _, final in waiting]
-
-
 def _remove(folders: list[Path]) -> None:
     for folder in folders:
         try:
             folder.rmdir()
         except OSError:
             return
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,22 +19,35 @@ if TYPE_CHECKING:
 FUSED = "fused"
 """The strategy that applies `xlafuse.fuse` to a function."""
 
+DEFAULT_TARGET = "h200"
+# JAX uses these files to decide whether there is an NVIDIA GPU.
+_NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
+
+
+class Mode(StrEnum):
+    """Which function of the program is compiled."""
+
+    forward = "forward"
+    grad = "grad"
+
+
+FN = typer.Option(metavar="MODULE:FUNCTION", help="A JAX function, given as package.module:name or file.py:name.")
 Block = Annotated[str | None, typer.Option(metavar="PRESET", help="A transformer block: llama3-8b, gpt2-medium, tiny.")]
-Fn = Annotated[
-    str | None,
-    typer.Option(metavar="MODULE:FUNCTION", help="A JAX function, given as package.module:name or file.py:name."),
-]
+Fn = Annotated[str | None, FN]
 Shape = Annotated[
     list[str] | None,
     typer.Option(
         metavar="SHAPE",
         help="For a block: BATCHxLENGTH, such as 2x4096. For a function: one for each argument, such as "
-        "'bf16[8192,4096]'.",
+        "'bf16[8192,4096]' or 'f32[]'.",
     ),
 ]
 Args = Annotated[
     str | None,
-    typer.Option(metavar="MODULE:FACTORY", help="Function that returns the arguments of --fn as a tuple."),
+    typer.Option(
+        metavar="MODULE:FACTORY",
+        help="For arguments that are trees: a function that returns them as a tuple of arrays or jax.ShapeDtypeStruct.",
+    ),
 ]
 Saved = Annotated[
     str | None,
@@ -43,9 +59,14 @@ Saved = Annotated[
     ),
 ]
 ModeOption = Annotated[
-    str, typer.Option("--mode", metavar="MODE", help="forward, or grad: with the gradients of a training step.")
+    Mode, typer.Option("--mode", help="forward: the program itself; grad: with the gradients of a training step.")
 ]
-Target = Annotated[str, typer.Option(metavar="TARGET", help="GPU to compile for; see `xlafuse targets`.")]
+Target = Annotated[
+    str,
+    typer.Option(
+        metavar="TARGET", help="GPU to compile for: a name from `xlafuse targets`, or the path of a target config."
+    ),
+]
 StrategyOption = Annotated[
     str,
     typer.Option(
@@ -66,8 +87,8 @@ class Program:
     args: Args = None
     block: Block = None
     capture: Saved = None
-    mode: ModeOption = "forward"
-    target: Target = "h200"
+    mode: ModeOption = Mode.forward
+    target: Target = DEFAULT_TARGET
     strategy: StrategyOption = "xla"
     timeout: Timeout = 300.0
 
@@ -84,11 +105,25 @@ def analysis_of(program: Program) -> Analysis:
         raise InputError(f"expected one of --fn, --block and --capture, got {sum(given)} of them")
     if program.capture is None:
         return _compiled(program)
-    own = {"--shape": program.shape, "--args": program.args, "--mode": program.mode != "forward"}
-    own |= {"--target": program.target != "h200", "--strategy": program.strategy != "xla"}
-    if named := [option for option, value in own.items() if value]:
-        raise InputError(f"a --capture is compiled already: {', '.join(named)} cannot change it")
+    own = {"--shape": program.shape, "--args": program.args, "--mode": program.mode is not Mode.forward}
+    refuse_beside_capture(own | {"--target": program.target != DEFAULT_TARGET, "--strategy": program.strategy != "xla"})
     return load_analysis(program.capture)
+
+
+def refuse_beside_capture(options: Mapping[str, Any]) -> None:
+    """Raises InputError if one of the options is given, which say how to compile."""
+    if named := [option for option, value in options.items() if value]:
+        raise InputError(f"a --capture is compiled already: {', '.join(named)} cannot change it")
+
+
+def use_cpu_without_gpu() -> None:
+    """Sets JAX_PLATFORMS=cpu on a machine without an NVIDIA GPU; call it before jax is imported.
+
+    Otherwise the CUDA plugin would log that it found no driver. The command line owns its process, so that it may set
+    this; a library may not.
+    """
+    if not any(Path(device).exists() for device in _NVIDIA_DEVICES):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def load_analysis(text: str) -> Analysis:
@@ -158,11 +193,6 @@ def _split(text: str) -> tuple[Path, str]:
 
 
 def _compiled(program: Program) -> Analysis:
-    from xlafuse.cli.report import use_cpu_without_gpu
-
-    if program.mode not in ("forward", "grad"):
-        raise InputError(f"expected --mode forward or grad, got {program.mode!r}")
-    mode: Literal["forward", "grad"] = "grad" if program.mode == "grad" else "forward"
     use_cpu_without_gpu()
     from xlafuse.cli import inputs
     from xlafuse.comparison import compare
@@ -185,7 +215,7 @@ def _compiled(program: Program) -> Analysis:
         strategies=[strategy],
         baseline=strategy,
         target=program.target,
-        mode=mode,
+        mode=program.mode.value,
         numerics=False,
         timeout=program.timeout,
     )

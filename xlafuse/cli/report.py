@@ -11,16 +11,28 @@ import webbrowser
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from xlafuse.cli.errors import InputError, StrategyFailedError
-from xlafuse.cli.options import names
-from xlafuse.cli.output import output_folder, write_files
+from xlafuse.cli.output import output_folder
+from xlafuse.cli.programs import (
+    DEFAULT_TARGET,
+    Args,
+    Block,
+    Fn,
+    Mode,
+    ModeOption,
+    Shape,
+    Target,
+    Timeout,
+    refuse_beside_capture,
+    use_cpu_without_gpu,
+)
 from xlafuse.errors import ComparisonError
+from xlafuse.files import write_files
 
 if TYPE_CHECKING:
     from hlo_analysis.records import Analysis, Comparison
@@ -28,52 +40,20 @@ if TYPE_CHECKING:
 
 DEFAULT_BLOCK = "llama3-8b"
 BASELINE = "xla"
-DEFAULT_TARGET = "h200"
 TRIES = 5
 """How many remedies a report tries by default."""
 OPTIONS_STRATEGY = "xla_options"
 DEFAULT_FOLDER = Path("xlafuse-report")
-# JAX uses these files to decide whether there is an NVIDIA GPU.
-_NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-
-
-class Mode(StrEnum):
-    """Which function of the program is compiled."""
-
-    forward = "forward"
-    grad = "grad"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Options of `xlafuse report`."""
 
-    block: Annotated[
-        str | None,
-        typer.Option(metavar="PRESET", help="A transformer block: llama3-8b (the default), gpt2-medium, tiny."),
-    ] = None
-    fn: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION", help="A JAX function instead, given as package.module:name or file.py:name."
-        ),
-    ] = None
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SHAPE",
-            help="For a block: BATCHxLENGTH, such as 2x4096 (the default). For a function: one for each "
-            "argument, such as 'bf16[8192,4096]' or 'f32[]'.",
-        ),
-    ] = None
-    args: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FACTORY",
-            help="For a function whose arguments are trees: a function that returns them as a tuple of arrays "
-            "or jax.ShapeDtypeStruct.",
-        ),
-    ] = None
+    block: Block = None
+    fn: Fn = None
+    shape: Shape = None
+    args: Args = None
     capture: Annotated[
         list[Path] | None,
         typer.Option(
@@ -89,19 +69,12 @@ class Request:
             help="Module to take from a folder with several, such as jit_train_step. Default: the largest.",
         ),
     ] = None
-    mode: Annotated[
-        Mode, typer.Option(help="forward: the program itself; grad: with the gradients of a training step.")
-    ] = Mode.forward
-    target: Annotated[
-        str,
-        typer.Option(
-            metavar="TARGET", help="GPU to compile for: a name from `xlafuse targets`, or the path of a target config."
-        ),
-    ] = "h200"
+    mode: ModeOption = Mode.forward
+    target: Target = DEFAULT_TARGET
     strategies: Annotated[
-        str | None,
+        tuple[str, ...],
         typer.Option(metavar="A,B,C", help="Strategies to compare; see `xlafuse strategies`. Default: all that apply."),
-    ] = None
+    ] = ()
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -163,14 +136,14 @@ class Request:
         bool,
         typer.Option("--redact", help="Leave the program's names, paths, HLO and PTX out of all output."),
     ] = False
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one compilation.")] = 300.0
+    timeout: Timeout = 300.0
 
 
 def report(request: Request) -> None:
     """Compile a program under several strategies and compare their launches, traffic and missed fusions.
 
-    Only --measure needs a GPU. Exits with 0 if the report has every requested strategy, 1 if one is missing (the report
-    of the others is written), 2 on bad input.
+    The program is the block llama3-8b at 2x4096 unless another is named. Only --measure needs a GPU. Exits with 0 if
+    the report has every requested strategy, 1 if one is missing (the report of the others is written), 2 on bad input.
     """
     use_cpu_without_gpu()
     if request.measure:  # another process runs the program; tracing it here would take GPU memory
@@ -191,7 +164,7 @@ def report(request: Request) -> None:
 
 def _missing(request: Request, comparison: Comparison, failed: Collection[str]) -> dict[str, str]:
     """Returns the strategies that failed, or were named but have no analysis or no times, with the reason."""
-    asked = {*names(request.strategies), *([OPTIONS_STRATEGY] if request.option else []), *failed}
+    asked = {*request.strategies, *([OPTIONS_STRATEGY] if request.option else []), *failed}
     without = (result for result in comparison.strategies if result.analysis is None and result.name in asked)
     missing = {result.name: f"analysis: {result.error or 'no reason given'}" for result in without}
     if request.measure:
@@ -242,16 +215,6 @@ def _unused_folder() -> Path:
     return next(folder for folder in names if not (folder / "report.html").exists())
 
 
-def use_cpu_without_gpu() -> None:
-    """Sets JAX_PLATFORMS=cpu on a machine without an NVIDIA GPU; call it before jax is imported.
-
-    Otherwise the CUDA plugin would log that it found no driver. The command line owns its process, so that it may set
-    this; a library may not.
-    """
-    if not any(Path(device).exists() for device in _NVIDIA_DEVICES):
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-
 def _check(request: Request) -> None:
     from hlo_analysis.loading import compiler_options
     from hlo_analysis.targets import load_target
@@ -267,12 +230,10 @@ def _check(request: Request) -> None:
         raise InputError("--module names one of the modules in a --capture")
     if request.capture:
         own = {"--block": request.block, "--fn": request.fn, "--shape": request.shape, "--args": request.args}
-        own |= {"--strategies": names(request.strategies), "--option": request.option}
+        own |= {"--strategies": request.strategies, "--option": request.option}
         own |= {"--measure": request.measure, "--keep-capture": request.keep_capture}
-        own |= {"--target": request.target != DEFAULT_TARGET, "--mode": request.mode != "forward"}
-        given = [option for option, value in own.items() if value]
-        if given:
-            raise InputError(f"a --capture is compiled already: {', '.join(given)} cannot change it")
+        own |= {"--target": request.target != DEFAULT_TARGET, "--mode": request.mode is not Mode.forward}
+        refuse_beside_capture(own)
         if request.tries:
             raise InputError(
                 "--try compiles the program again, and a --capture has none to compile: use --fn or --block"
@@ -284,7 +245,7 @@ def _check(request: Request) -> None:
         _check_gpu(request.target)
     load_target(request.target)
     get_strategy(request.baseline or BASELINE)
-    resolve_strategies(names(request.strategies) or None)
+    resolve_strategies(request.strategies or None)
     compiler_options(request.option or ())
 
 
@@ -317,7 +278,7 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> tuple[C
     from xlafuse.comparison import compare
     from xlafuse.strategies import resolve_strategies
 
-    strategies: tuple[str | Strategy, ...] | None = names(request.strategies) or None
+    strategies: tuple[str | Strategy, ...] | None = request.strategies or None
     if (
         strategies is None and request.fn is not None
     ):  # strategies that choose kernels for a block's sites do not apply to a function

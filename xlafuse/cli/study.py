@@ -37,8 +37,8 @@ def study(
     every variant gave its rows, 1 if one failed, 2 on bad input or no GPU.
     """
     with cli_errors():
+        from xlafuse.files import to_json
         from xlafuse.studies import STUDIES, get_study, run_study
-        from xlafuse.studies.records import to_json
         from xlafuse.studies.text import lines, list_lines
 
         if show:

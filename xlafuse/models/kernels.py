@@ -16,7 +16,6 @@ from jax import Array
 
 import pallas_kernels
 from pallas_kernels import Norm
-from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS
 from xlafuse.models.config import BlockConfig
 
 
@@ -42,7 +41,7 @@ def norm_in_product(config: BlockConfig, x: Array, scale: Array) -> Norm | None:
 
     The rows must be so few that their norm may be computed in the product's launch.
     """
-    fuses = config.norm == "rms_norm" and x.shape[0] * x.shape[1] <= MOST_FUSED_NORM_ROWS
+    fuses = config.norm == "rms_norm" and x.shape[0] * x.shape[1] <= pallas_kernels.MOST_FUSED_NORM_ROWS
     return Norm(scale, epsilon=config.epsilon) if fuses and x.dtype == jnp.dtype(config.dtype) else None
 
 

@@ -186,12 +186,9 @@ def torch_times(states: Any, actions: Any, resets: Any) -> dict[str, dict[str, f
     return wall_times(calls, rounds=3)
 
 
-LANES = 128
-_CHUNK = 8
-"""Steps in one copy of the random numbers: 4 KB of each of the five arrays."""
-_STAGES = 4
-_LAYOUT = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
-_PARAMETERS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+THREADS = 128
+"""Threads of a block; each has an environment in registers."""
+_LAYOUT = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
 
 def _polynomial(square, coefficients: Sequence[float]):
@@ -235,80 +232,24 @@ def _short_step(state: State, action, reset: State) -> State:
     return _restarted(_moved(state, pulling, turning), reset)
 
 
-def simulate_given(state: State, actions: jax.Array, resets: State) -> State:
-    """Runs the simulation in one kernel on given random numbers; each thread has an environment in registers.
-
-    The random numbers come through a ring in shared memory, with several steps in a copy and several copies ahead.
+def simulate_drawn(state: State, key: jax.Array, *, steps: int) -> State:
+    """Runs the simulation in one kernel, which draws the numbers of `drawn`.
 
     Args:
-        state: four (environments,) float32 arrays, angles within +-0.2094 rad. The number of environments is a multiple
-            of 128.
-        actions: (steps, environments) int32, 0 or 1; the number of steps is a multiple of 8.
-        resets: four (steps, environments) float32 arrays.
+        state: four (environments,) float32 arrays, angles within ±0.2094 rad; a multiple of 128 environments.
+        key: (2,) uint32.
+        steps: number of steps.
     """
-    environments, steps = _checked(state[0]), actions.shape[0]
-    if steps % _CHUNK:
-        raise ValueError(f"expected a multiple of {_CHUNK} steps, got {steps}.")
-    chunks = steps // _CHUNK
-
-    def body(*refs):
-        starts, randoms, ends = refs[:4], refs[4:9], refs[9:13]
-        buffers, arrived = refs[13:18], refs[18]
-        mine = pl.ds(lax.axis_index("block") * LANES, LANES)
-
-        def fetch(chunk):
-            stage = lax.rem(chunk, _STAGES)
-            for source, buffer in zip(randoms, buffers, strict=True):
-                plgpu.copy_gmem_to_smem(
-                    source.at[pl.ds(chunk * _CHUNK, _CHUNK), mine], buffer.at[stage], arrived.at[stage]
-                )
-
-        for chunk in range(min(_STAGES - 1, chunks)):
-            fetch(jnp.int32(chunk))
-
-        def run(chunk, state):
-            stage = lax.rem(chunk, _STAGES)
-            plgpu.barrier_wait(arrived.at[stage])
-            for i in range(_CHUNK):
-                action, *reset = (plgpu.load(b.at[stage, i], layout=_LAYOUT, optimized=False) for b in buffers)
-                state = _short_step(state, action, tuple(reset))
-                if i == 0:
-                    # Every thread has now read the stage before this one.
-                    @pl.when(chunk + (_STAGES - 1) < chunks)
-                    def _():
-                        plgpu.commit_smem()
-                        fetch(chunk + (_STAGES - 1))
-
-            return state
-
-        state = tuple(plgpu.load(ref.at[mine], layout=_LAYOUT, optimized=False) for ref in starts)
-        for ref, value in zip(ends, lax.fori_loop(0, chunks, run, state), strict=True):
-            ref[mine] = value
-
-    dtypes = (jnp.int32, *(jnp.float32,) * 4)
-    return settings.kernel(
-        body,
-        out_type=(jax.ShapeDtypeStruct((environments,), jnp.float32),) * 4,
-        grid=(environments // LANES,),
-        grid_names=("block",),
-        scratch_types=[
-            *(plgpu.SMEM((_STAGES, _CHUNK, LANES), dtype) for dtype in dtypes),
-            plgpu.Barrier(num_arrivals=len(dtypes), num_barriers=_STAGES),
-        ],
-        compiler_params=_PARAMETERS,
-    )(*state, actions, *resets)
-
-
-def simulate_drawn(state: State, key: jax.Array, *, steps: int) -> State:
-    """Runs the simulation in one kernel, which draws the numbers of `drawn`. key: (2,) uint32."""
-    environments = _checked(state[0])
+    environments = state[0].size
+    if state[0].ndim != 1 or environments % THREADS:
+        raise ValueError(f"expected a multiple of {THREADS} environments in one dimension, got shape {state[0].shape}.")
 
     def body(*refs):
         starts, key_ref, ends = refs[:4], refs[4], refs[5:9]
-        first = lax.axis_index("block") * LANES
-        mine = pl.ds(first, LANES)
+        first = lax.axis_index("block") * THREADS
+        mine = pl.ds(first, THREADS)
         words = mixed_words(key_ref)
-        environment = first + plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=_LAYOUT)
+        environment = first + plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_LAYOUT)
 
         def run(number, state):
             action, reset = drawn(words, environment, number)
@@ -321,13 +262,7 @@ def simulate_drawn(state: State, key: jax.Array, *, steps: int) -> State:
     return settings.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct((environments,), jnp.float32),) * 4,
-        grid=(environments // LANES,),
+        grid=(environments // THREADS,),
         grid_names=("block",),
-        compiler_params=_PARAMETERS,
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(*state, key)
-
-
-def _checked(values: jax.Array) -> int:
-    if values.ndim != 1 or values.size % LANES:
-        raise ValueError(f"expected a multiple of {LANES} environments in one dimension, got shape {values.shape}.")
-    return values.size

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from xlafuse.bench.environment import Environment
 from xlafuse.errors import XlafuseError
+from xlafuse.files import read_record
 
 SCHEMA_VERSION = 1
 
@@ -146,25 +146,9 @@ class Study:
 _RESULT = TypeAdapter(StudyResult)
 
 
-def to_json(result: StudyResult) -> str:
-    """Returns the text of the file."""
-    return json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n"
-
-
 def load(path: Path) -> StudyResult:
-    """Loads the text of `to_json`.
-
-    Raises:
-        StudyError: the file is missing, is not JSON, or has another schema version.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION:
-            raise StudyError(f"{path} has schema version {version!r}, expected {SCHEMA_VERSION}; run the study again")
-        return _RESULT.validate_python(data, strict=False)
-    except (OSError, ValidationError, json.JSONDecodeError) as error:
-        raise StudyError(f"expected the result of a study at {path}: {str(error)[:500]}") from None
+    """Loads the text of `to_json`; raises StudyError if it is none, or has another schema version."""
+    return read_record(path, _RESULT, SCHEMA_VERSION, "the result of a study", StudyError)
 
 
 def merged(results: Sequence[StudyResult]) -> StudyResult:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlo_analysis import analyze, capture
+from xlafuse.bench.candidates import checked, timing_problems
+from xlafuse.bench.results import Problem
 from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
 from xlafuse.strategies import get_strategy
 from xlafuse.studies.records import Row
@@ -140,22 +143,15 @@ def time_variants(cases: Iterable[Case]) -> Iterator[Row | str]:
                 if variant.framework == "jax"
             }
         )
-        candidates, expected = [], None
-        for name, variant in case.variants.items():
-            try:
-                candidate, output = _candidate(name, variant, compiled.get(name), inputs)
-                error = _difference(output, expected) if expected is not None and variant.is_checked else 0.0
-                if not error < _TOLERANCE:
-                    yield f"{case.name}, {name}: off by {error:.3g} of the norm"
-                    continue
-                expected = output if expected is None else expected
-                candidates.append(candidate)
-            except Exception as error:
-                yield f"{case.name}, {name}: {type(error).__name__}: {str(error)[:300]}"
-        expected = None
+        makers = {
+            name: partial(_candidate, name, variant, compiled.get(name), inputs)
+            for name, variant in case.variants.items()
+        }
+        problems: list[Problem] = []
+        candidates = checked(makers, problems, tolerance=_TOLERANCE)
         run = time_candidates(candidates, rounds=6, calls=4, warm_up_seconds=(0.15, 0.4))
-        for name, message in run.failures.items():
-            yield f"{case.name}, {name}: {message[:300]}"
+        for problem in (*problems, *timing_problems(run)):
+            yield f"{case.name}, {problem.candidate}: {problem.message[:300]}"
         for name, timing in run.timings.items():
             values = {
                 "us": timing.median_us,
@@ -190,6 +186,7 @@ def _attempt(work: Callable[[], Any]) -> Any:
 
 
 def _candidate(name: str, variant: Variant, compiled: Any, inputs: Sequence[tuple[Any, ...]]) -> tuple[Candidate, Any]:
+    """Returns a variant's candidate and its first results; None for results that are not to be compared."""
     if variant.framework == "torch":
         from xlafuse.bench.peers.tensors import candidate_of, to_jax, to_torch
 
@@ -198,22 +195,12 @@ def _candidate(name: str, variant: Variant, compiled: Any, inputs: Sequence[tupl
             return given if isinstance(given, tuple) else (given,)
 
         candidate, results = candidate_of(name, call, [tuple(map(to_torch, each)) for each in inputs])
-        return candidate, [to_jax(result) for result in results]
+        return candidate, [to_jax(result) for result in results] if variant.is_checked else None
     if isinstance(compiled, str):
         raise RuntimeError(compiled)
     candidate = Candidate(name=name, kind="peer", call=compiled, inputs=inputs)
-    return candidate, jax.tree.leaves(compiled(*inputs[0]))
-
-
-def _difference(output: Any, expected: Any) -> float:
-    pairs = zip(jax.tree.leaves(output), jax.tree.leaves(expected), strict=False)
-    return max((float(_relative(jnp.asarray(a), jnp.asarray(b))) for a, b in pairs if a.shape == b.shape), default=0.0)
-
-
-@jax.jit
-def _relative(a: jax.Array, b: jax.Array) -> jax.Array:
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return jnp.linalg.norm((a - b).ravel()) / (jnp.linalg.norm(b.ravel()) + 1e-30)
+    results = jax.tree.leaves(compiled(*inputs[0]))
+    return candidate, results if variant.is_checked else None
 
 
 def wall_times(calls: Mapping[str, Callable[[], Any]], *, rounds: int = 9) -> dict[str, dict[str, float]]:

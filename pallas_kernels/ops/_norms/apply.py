@@ -16,7 +16,7 @@ from pallas_kernels.ops._norms.backward import norm_backward
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
 
@@ -46,8 +46,8 @@ def mosaic_unsupported(x: jax.Array, scale: jax.Array | None, bias: jax.Array | 
     """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     if reason := dtypes_unsupported(x=x, scale=scale, bias=bias):
         return reason
-    if x.shape[-1] < LANES and x.size:
-        return f"rows have {x.shape[-1]} features, a warpgroup shares at least {LANES}"
+    if x.shape[-1] < THREADS and x.size:
+        return f"rows have {x.shape[-1]} features, a warpgroup shares at least {THREADS}"
     return mosaic_gpu_unsupported()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, WARPS, short_rows_at_once, split_warp_row
+from pallas_kernels.primitives.rows import ACCESS_BYTES, THREADS, WARPS, short_rows_at_once, split_warp_row
 
 SHARED_MEMORY_BYTES = 228 * 1024
 """Shared memory of a streaming multiprocessor of Hopper."""
@@ -58,7 +58,7 @@ class BackwardConfig:
 
         Sums of lines take one barrier of the block, and sums over a warpgroup two for each kind.
         """
-        is_even = features % (LANES * ACCESS_BYTES // itemsize) == 0
+        is_even = features % (THREADS * ACCESS_BYTES // itemsize) == 0
         if self.loads == "registers" or (self.warpgroups == 1 and not is_even):
             return (features,)
         return (self.warpgroups, WARPS, features // (self.warpgroups * WARPS))
@@ -92,7 +92,7 @@ class BackwardShape:
         Returns None if fewer than 2 rows fit, if the row would spill, or if it does not divide over several warpgroups
         or into TMA's accesses.
         """
-        columns = self.features // (warpgroups * LANES)  # per thread
+        columns = self.features // (warpgroups * THREADS)  # per thread
         if warpgroups == 1:
             is_divisible = self.features * self.itemsize % ACCESS_BYTES == 0
             fits = self.features * max(1, self.sums) <= LONGEST_WHOLE_ROW
@@ -136,7 +136,7 @@ class BackwardShape:
         is_two_steps = self.itemsize == 2 and self.has_dropout and self.features in (4096, 8192)
         # Fewer warpgroups if four would not have 16 bytes of a row per thread. LayerNorm joins four sums of each line,
         # which is slower with 16 warps than with 8: 290 and 257 µs at 32768 x 4096 bf16.
-        per_warpgroup = LANES * ACCESS_BYTES // self.itemsize
+        per_warpgroup = THREADS * ACCESS_BYTES // self.itemsize
         most = 2 if self.features <= 4096 and (self.centered or is_two_steps) else 4
         warpgroups = next((w for w in (4, 2, 1) if w <= most and self.features % (w * per_warpgroup) == 0), 0)
         # With two streams, a second block per multiprocessor fills idle time.

@@ -16,7 +16,6 @@ from pallas_kernels.ops.attention.forward.config import preferred
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.problem import (
     HEAD_SIZES,
-    LOWEST,
     Extras,
     Options,
     Problem,
@@ -30,6 +29,7 @@ from pallas_kernels.ops.attention.problem import (
 )
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_flag
+from pallas_kernels.primitives.exponents import LOWEST_SCORE
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -168,8 +168,8 @@ def attention(
     out = out if out.shape[3] == size else out[..., :size]
     if not return_residuals:
         return out
-    if problem.mask_value is not None and problem.hidden == LOWEST:
-        lse = jnp.where(lse < LOWEST / 2, problem.mask_value, lse)
+    if problem.mask_value is not None and problem.hidden == LOWEST_SCORE:
+        lse = jnp.where(lse < LOWEST_SCORE / 2, problem.mask_value, lse)
     return out, lse.reshape(batch, heads, queries)
 
 

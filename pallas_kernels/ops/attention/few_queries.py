@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels.ops.attention.problem import Problem, wider
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
-from pallas_kernels.ops.decode_attention.plan import Scores
+from pallas_kernels.ops.decode_attention.plan import ScoreRule
 from pallas_kernels.primitives.platform import target_device, varying_like
 
 _MOST_QUERIES = 32
@@ -73,7 +73,7 @@ def decoded(query: jax.Array, key: jax.Array, value: jax.Array, *, problem: Prob
     rows = query.swapaxes(1, 2).reshape(batch, 1, heads * queries, size)
     # A constant in the program, where `jnp.full` would be a kernel.
     lengths = varying_like(jnp.asarray(np.full(batch, key.shape[1], np.int32)), query, key, value)
-    rule = Scores(scale=problem.scale, window=None, softcap=problem.softcap)
+    rule = ScoreRule(scale=problem.scale, window=None, softcap=problem.softcap)
     (out,) = decode_forward(rows, key, value, lengths, scores=rule)
     return out.reshape(batch, heads, queries, size).swapaxes(1, 2)
 

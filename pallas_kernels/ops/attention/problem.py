@@ -16,15 +16,11 @@ from pallas_kernels.ops.attention.dense import four_axes, packed_bits, padded, s
 from pallas_kernels.ops.attention.dropout import keep_bits
 from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.primitives.checks import as_arrays, dropout_words, positive_number, static_number
+from pallas_kernels.primitives.exponents import LOG2_E, LOWEST_SCORE
 from pallas_kernels.primitives.flop_metadata import Products, product
-
-LOG2_E = 1.4426950408889634
 
 _UNDERFLOW = 104
 """exp(-104) is 0 in float32."""
-
-LOWEST = -1e30
-"""The start of running maxima, in base 2: far below every score, so that exp2(masked - LOWEST) is 0, and finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +58,7 @@ class Problem:
     @property
     def hidden(self) -> float:
         """The score that the mask gives, in base 2."""
-        return -math.inf if self.mask_value is None else max(self.mask_value * LOG2_E, LOWEST)
+        return -math.inf if self.mask_value is None else max(self.mask_value * LOG2_E, LOWEST_SCORE)
 
     @property
     def product(self) -> Products | None:
@@ -212,7 +208,7 @@ def extras_of(problem: Problem, **options: Unpack[Options]) -> Extras:
 def _hides_as_infinity(problem: Problem, segment_ids: Segments) -> bool:
     """Whether hiding by the mask's value is hiding by -inf: each query sees a key, whose score is far above the value.
 
-    Softcap bounds scores, and so does the range of float16. The kernels take all others to be above `LOWEST`.
+    Softcap bounds scores, and so does the range of float16. The kernels take all others to be above `LOWEST_SCORE`.
     """
     masking = problem.masking
     sees_one = masking.left is None or masking.queries - masking.left <= masking.keys
@@ -220,7 +216,7 @@ def _hides_as_infinity(problem: Problem, segment_ids: Segments) -> bool:
         return False
     largest = problem.softcap or problem.head_size * abs(problem.scale) * float(jnp.finfo(problem.dtype).max) ** 2
     largest = math.inf if problem.has_bias else largest + _UNDERFLOW
-    return problem.mask_value <= max(LOWEST, -largest)
+    return problem.mask_value <= max(LOWEST_SCORE, -largest)
 
 
 def seen_pairs(masking: Masking, segment_ids: Segments) -> jax.Array | None:

@@ -12,7 +12,8 @@ from jax import lax
 
 from pallas_kernels.ops.attention.dense import REGISTER, load_bias, load_bits
 from pallas_kernels.ops.attention.masking import Side
-from pallas_kernels.ops.attention.problem import LOG2_E, Problem
+from pallas_kernels.ops.attention.problem import Problem
+from pallas_kernels.primitives.exponents import LOG2_E
 
 _LARGE_CAP, _SMALL_ANGLE = 1000, 0.02
 

@@ -315,6 +315,6 @@ ATTENTION = OpSpec(
         (_backward, lambda arguments: backward_candidates(_described(arguments))),
     ),
     flops=_flops,
-    problem=lambda arguments: known(_described(arguments)),
+    tuned_key=lambda arguments: known(_described(arguments)),
     tuned_phases=("forward", "backward"),
 )

@@ -15,7 +15,7 @@ from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.elementwise import Blocks, Part
 from pallas_kernels.primitives.platform import varying_like
-from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.rows import THREADS
 
 WARPGROUPS = 8
 """Warpgroups of a block, which divide the groups of its 128 columns among them."""
@@ -55,7 +55,7 @@ def merge_groups(
     (groups, _, features), names = partials.shape, tuple(columns)
     warpgroups = min(WARPGROUPS, groups)
     turns = -(-groups // warpgroups)
-    blocks = Blocks(rows=1, features=features, columns=LANES, itemsize=4, stride=features, is_one_part=True)
+    blocks = Blocks(rows=1, features=features, columns=THREADS, itemsize=4, stride=features, is_one_part=True)
 
     def kernel(partials_ref, *all_refs):
         refs = dict(zip(names, all_refs, strict=False))

@@ -19,7 +19,7 @@ from pallas_kernels.primitives.elementwise import (
     folded_rows,
 )
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.settings import usual_promotion
 
 _FEW_COLUMNS = 192
@@ -99,7 +99,7 @@ def bias_activation(
         return _mosaic_bwd(activation, float(dropout_rate), (x, bias, words, residual is not None), dy)
 
     # With a gradient, on an H200, µs of the kernels and with XLA's forward pass: 4902x128 8.0, 6.8; 2816x192 7.1, 7.7.
-    own = backward if x.shape[-1] <= LANES else None
+    own = backward if x.shape[-1] <= THREADS else None
     return partly_by_xla(kernel, reference, forward=by_xla, backward=own)(*operands).reshape(x.shape)
 
 
@@ -122,7 +122,7 @@ def is_best_by_xla(x: jax.Array, bias: jax.Array | None, activation: str | None,
         return True
     if x.size >= FOLD_ELEMENTS:
         return False
-    return features < LANES or (x.dtype.itemsize == 4 and LANES < features <= _FEW_COLUMNS and rows >= 4096)
+    return features < THREADS or (x.dtype.itemsize == 4 and THREADS < features <= _FEW_COLUMNS and rows >= 4096)
 
 
 def is_best_forward_by_xla(
@@ -137,7 +137,7 @@ def is_best_forward_by_xla(
     if bias is None or not is_plain:
         return False
     is_wide = x.dtype.itemsize == 4
-    if x.shape[-1] < LANES and activation == "silu":
+    if x.shape[-1] < THREADS and activation == "silu":
         return is_wide or x.size < 2 * FOLD_ELEMENTS
     return not is_wide and x.size < FOLD_ELEMENTS and x.shape[-1] <= _FEW_COLUMNS
 

@@ -17,7 +17,7 @@ from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backwa
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds
 from pallas_kernels.primitives.checks import as_arrays, finite_number, static_integer, static_number
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.settings import usual_promotion
 
 Reduction = Literal["none", "sum", "mean"]
@@ -109,8 +109,8 @@ def mosaic_unsupported(logits: jax.Array) -> str | None:
     """Returns why the Mosaic GPU kernels cannot take these logits here, or None if they can."""
     if reason := dtypes_unsupported(logits=logits):
         return reason
-    if logits.shape[-1] < LANES and logits.size:
-        return f"the vocabulary is {logits.shape[-1]}, a warpgroup shares at least {LANES} values of a row"
+    if logits.shape[-1] < THREADS and logits.size:
+        return f"the vocabulary is {logits.shape[-1]}, a warpgroup shares at least {THREADS} values of a row"
     return mosaic_gpu_unsupported()
 
 

@@ -7,12 +7,11 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from pallas_kernels.primitives.hopper import SHARED_BYTES
 from pallas_kernels.primitives.rows import ACCESS_BYTES, WARPS
 
 REGISTER_COLUMNS = 12288
 """The longest row that one warpgroup holds in its registers; 16384 float32 ones spill."""
-_SHARED_MEMORY_BYTES = 227 * 1024
-"""The most shared memory of a block on Hopper."""
 _OTHER_BYTES = 4096
 """Shared memory for barriers, the exchange between warpgroups, and Mosaic GPU's own scratch."""
 WARP_LANES = 32
@@ -135,7 +134,7 @@ def ring_config(vocabulary: int, itemsize: int, *, warpgroups: int) -> ForwardCo
         return None
 
     def slots_of(lines):
-        stages = (_SHARED_MEMORY_BYTES - _OTHER_BYTES) // (lines * _LINE_BYTES)
+        stages = (SHARED_BYTES - _OTHER_BYTES) // (lines * _LINE_BYTES)
         return min(stages, _MOST_BARRIERS) // warpgroups
 
     def cost(lines):

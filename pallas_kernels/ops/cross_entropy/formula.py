@@ -17,9 +17,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-LOG2_E = 1.4426950408889634
-LOWEST_LOGIT = -1e38
-"""The initial value of a running maximum: finite, and so are its multiples. A row needs one logit above it."""
+from pallas_kernels.primitives.exponents import LOG2_E
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,10 @@ from pallas_kernels.ops.cross_entropy.mosaic_gpu_ring import ring_kernel
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import block_part, write_gradient
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.exponents import LOWEST
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.row_kernel import HeldRows, RowChunks, held_segments, row_kernel
 from pallas_kernels.primitives.rows import (
-    LOWEST,
     load_row,
     map_row,
     row_max,

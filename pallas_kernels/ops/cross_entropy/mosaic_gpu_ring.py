@@ -30,12 +30,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.cross_entropy.config import ForwardConfig, RowPlan
-from pallas_kernels.ops.cross_entropy.formula import LOWEST_LOGIT, Exponential, Slope, Terms, weight_of_row
+from pallas_kernels.ops.cross_entropy.formula import Exponential, Slope, Terms, weight_of_row
 from pallas_kernels.ops.cross_entropy.ring import Pieces, Ring, RingRow
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.exponents import LOWEST_LOGIT
 from pallas_kernels.primitives.platform import target_device
-from pallas_kernels.primitives.rows import ACCESS_BYTES, LANES, WARPS, RowValues, sum_of
+from pallas_kernels.primitives.rows import ACCESS_BYTES, THREADS, WARPS, RowValues, sum_of
 
 
 def ring_kernel(
@@ -178,13 +179,13 @@ def _second_walk(row: RingRow, held: list[RowValues], gradient_ref, slope: Slope
 def _write_chunk(gradient_ref, first, values: RowValues, pieces: Pieces, slope: Slope, label: jax.Array) -> None:
     """Writes the gradient of a chunk's logits to the row's accesses from `first` on."""
     hit = label - first * pieces.vector
-    is_here = (hit >= 0) & (hit < len(values) * LANES * pieces.vector)
+    is_here = (hit >= 0) & (hit < len(values) * THREADS * pieces.vector)
 
     def store(*, at_label: bool):
         for i, value in enumerate(values):
-            is_label = pieces.value_numbers() == hit - i * LANES * pieces.vector if at_label else None
+            is_label = pieces.value_numbers() == hit - i * THREADS * pieces.vector if at_label else None
             gradient = slope(value.astype(jnp.float32), is_label)
-            pieces.store(gradient_ref, first + i * LANES, gradient.astype(gradient_ref.dtype))
+            pieces.store(gradient_ref, first + i * THREADS, gradient.astype(gradient_ref.dtype))
 
     # Two forms of one loop: comparing every logit with the label would cost a quarter of the instructions.
     pl.when(is_here)(lambda: store(at_label=True))
@@ -253,8 +254,8 @@ class OnlineSoftmax:
     def _counted(self, values: RowValues, fill: float) -> Iterator[jax.Array]:
         """Returns the values of the last chunk, with `fill` in place of those that the chunk before also had."""
         for i, value in enumerate(values):
-            if i * LANES < self.ring.plan.most_repeated:
-                is_new = self.ring.pieces.access_numbers() >= self.ring.repeated - i * LANES
+            if i * THREADS < self.ring.plan.most_repeated:
+                is_new = self.ring.pieces.access_numbers() >= self.ring.repeated - i * THREADS
                 value = jnp.where(is_new, value, jnp.asarray(fill, value.dtype))
             yield value
 

@@ -17,7 +17,7 @@ from jax import lax
 
 from pallas_kernels.ops.cross_entropy.config import WARP_LANES, RowPlan
 from pallas_kernels.primitives.platform import is_interpreted
-from pallas_kernels.primitives.rows import LANES, WARPS, RowValues
+from pallas_kernels.primitives.rows import THREADS, WARPS, RowValues
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +67,13 @@ class Pieces:
 
     def read(self, ref) -> RowValues:
         """Reads the pieces of a chunk, an (accesses, vector) reference."""
-        return tuple(self._load(ref.at[pl.ds(first, LANES)]) for first in range(0, ref.shape[0], LANES))
+        return tuple(self._load(ref.at[pl.ds(first, THREADS)]) for first in range(0, ref.shape[0], THREADS))
 
     def store(self, ref, first: jax.Array, value: jax.Array) -> None:
         """Writes a piece to the accesses from `first` on."""
-        ref = ref.at[pl.ds(first, LANES)]
+        ref = ref.at[pl.ds(first, THREADS)]
         if is_interpreted():
-            ref[...] = value.reshape(LANES, self.vector)
+            ref[...] = value.reshape(THREADS, self.vector)
         else:
             ref.reshape(self.shape)[...] = value
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
-from pallas_kernels.ops.decode_attention.plan import Scores
+from pallas_kernels.ops.decode_attention.plan import ScoreRule
 from pallas_kernels.ops.decode_attention.reference import appended, decode_attention_reference
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays, positive_number, static_integer
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
@@ -99,7 +99,7 @@ def decode_attention(
         lengths = jnp.clip(lengths, 0, keys)
     lengths = lengths.astype(jnp.int32)
     page_table = None if page_table is None else page_table.astype(jnp.int32)
-    rule = Scores(scale=query.shape[-1] ** -0.5 if scale is None else scale, window=window, softcap=softcap)
+    rule = ScoreRule(scale=query.shape[-1] ** -0.5 if scale is None else scale, window=window, softcap=softcap)
     support = {"mosaic": partial(mosaic_unsupported, query, key_cache, page_table), "xla": lambda: None}
     chosen = choose("decode_attention", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or query.size == 0 or key_cache.size == 0 or (page_table is not None and page_table.size == 0):
@@ -191,7 +191,7 @@ def _checked_new(query, key_cache, new_key, new_value) -> tuple[jax.Array, jax.A
     return new_key, new_value
 
 
-def _xla(rule: Scores, query, key_cache, value_cache, lengths, page_table, new) -> Any:
+def _xla(rule: ScoreRule, query, key_cache, value_cache, lengths, page_table, new) -> Any:
     new_key, new_value = new or (None, None)
     return decode_attention_reference(
         query,
@@ -208,7 +208,7 @@ def _xla(rule: Scores, query, key_cache, value_cache, lengths, page_table, new) 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mosaic(rule: Scores, query, key_cache, value_cache, lengths, page_table, new) -> Any:
+def _mosaic(rule: ScoreRule, query, key_cache, value_cache, lengths, page_table, new) -> Any:
     results = decode_forward(query, key_cache, value_cache, lengths, page_table=page_table, new=new, scores=rule)
     return results[0] if new is None else results
 

@@ -133,7 +133,7 @@ def combine(
 
     partial: (parts, B, K, rows, head size rounded up to 128) float32, sums of weighted values. statistics: (parts, 2,
     B, K, at least rows) float32, maxima of scores and sums of weights. Row t * group + g has token t and head g of the
-    group. factor: see `Scores.factor`.
+    group. factor: see `ScoreRule.factor`.
     """
     parts, batch, heads, _, width = partial.shape
 

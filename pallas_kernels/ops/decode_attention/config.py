@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-SHARED_BYTES = 227 * 1024
-"""Shared memory that a block may have."""
+from pallas_kernels.primitives.hopper import SHARED_BYTES
+
 ROWS = 64
 """Rows of a product of the tensor cores."""
 TILE_KEYS = 64

@@ -24,16 +24,15 @@ from jax import lax
 
 from pallas_kernels.ops.decode_attention.combine import Finish, combine, finish_types
 from pallas_kernels.ops.decode_attention.config import QUERIES, ROWS, TILE_KEYS, DecodeConfig, default_config
-from pallas_kernels.ops.decode_attention.plan import Item, Plan, Scores
+from pallas_kernels.ops.decode_attention.plan import Item, Plan, ScoreRule
 from pallas_kernels.ops.decode_attention.ring import Ring, for_each_item, produce, ring_types
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.exponents import LOWEST_SCORE
 from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.references import in_place
-from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.rows import THREADS
 
-_LOWEST = -1e30
-"""The start of running maxima, below all scores."""
 _UNSEEN = -3e38
 """Scores of hidden keys: their weights are zero beside any maximum."""
 
@@ -44,7 +43,7 @@ def decode_forward(
     value_cache: jax.Array,
     lengths: jax.Array,
     *,
-    scores: Scores,
+    scores: ScoreRule,
     page_table: jax.Array | None = None,
     new: tuple[jax.Array, jax.Array] | None = None,
     config: DecodeConfig | None = None,
@@ -129,7 +128,7 @@ def _kernel(plan: Plan, cores: int) -> Callable[..., tuple[jax.Array, ...]]:
 
     out_type = [jax.ShapeDtypeStruct((plan.batch, plan.tokens, plan.kv_heads * plan.group, plan.head_size), plan.dtype)]
     if not plan.is_direct:
-        like = (config.splits, plan.batch, plan.kv_heads, plan.rows, -(-plan.head_size // LANES) * LANES)
+        like = (config.splits, plan.batch, plan.kv_heads, plan.rows, -(-plan.head_size // THREADS) * THREADS)
         statistics = (config.splits, 2, plan.batch, plan.kv_heads, plan.row_blocks * ROWS)
         out_type = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (like, statistics)]
     return settings.kernel(
@@ -206,7 +205,7 @@ def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> 
 
         carry = (
             full((ROWS, plan.head_size), 0, layout),
-            full((ROWS,), _LOWEST, layout.reduce(1)),
+            full((ROWS,), LOWEST_SCORE, layout.reduce(1)),
             full((ROWS,), 0, layout.reduce(1)),
         )
         unmasked = jnp.int32(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.decode_attention.config import ROWS, TILE_KEYS, DecodeConfig, stored_columns
+from pallas_kernels.primitives.exponents import LOG2_E
 
-_LOG2E = math.log2(math.e)
 _LARGE_CAP, _SMALL_ANGLE = 1000, 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scores:
+class ScoreRule:
     """How products become scores, and the window of visible keys."""
 
     scale: float
@@ -28,14 +27,14 @@ class Scores:
     @property
     def factor(self) -> float:
         """The factor of differences of `prepare`'s scores in base 2; above zero, so that hidden keys weigh nothing."""
-        return _LOG2E * (1.0 if self.softcap is not None else max(abs(self.scale), 1e-30))
+        return LOG2_E * (1.0 if self.softcap is not None else max(abs(self.scale), 1e-30))
 
     def prepare(self, products: jax.Array) -> jax.Array:
         """The scores without `factor`, which scales their differences: equal scores weigh the same, however large."""
         if self.softcap is None:
             return -products if self.scale < 0 else products
         # tanh(x) as 1 - 2 / (1 + exp(2x)): the hardware's own tanh is off by 5e-4.
-        doubled = jnp.exp2(products * (2 * self.scale / self.softcap * _LOG2E))
+        doubled = jnp.exp2(products * (2 * self.scale / self.softcap * LOG2_E))
         bounded = 1 - 2 / (1 + doubled)
         scores = self.softcap * bounded
         if self.softcap > _LARGE_CAP:  # a large cap would show rounding errors: small scores come from the series
@@ -62,7 +61,7 @@ class Plan:
     keys: int
     head_size: int
     dtype: jnp.dtype
-    scores: Scores
+    scores: ScoreRule
     config: DecodeConfig
     pages: int | None = None
     page_size: int = 0

@@ -14,7 +14,7 @@ from pallas_kernels.ops.dot_interaction.triangle import Triangle
 from pallas_kernels.primitives.checks import as_arrays, static_flag
 from pallas_kernels.primitives.gemm.operands import DTYPES
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
-from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.settings import usual_promotion
 
 MOST_FEATURES = 512
@@ -79,8 +79,10 @@ def mosaic_unsupported(features: jax.Array, self_interaction: bool) -> str | Non
         return f"features are {features.dtype.name}, the kernels take {', '.join(DTYPES)}"
     fields, size = features.shape[-2:]
     pairs = Triangle(fields=fields, has_diagonal=self_interaction).pairs
-    if features.size and (fields > ROWS or pairs < LANES):
-        return f"{fields} fields make {pairs} pairs; the kernels take at most {ROWS} fields and at least {LANES} pairs"
+    if features.size and (fields > ROWS or pairs < THREADS):
+        return (
+            f"{fields} fields make {pairs} pairs; the kernels take at most {ROWS} fields and at least {THREADS} pairs"
+        )
     if size % 16 or size > MOST_FEATURES:
         return f"the vectors have {size} values, the kernels take multiples of 16 up to {MOST_FEATURES}"
     return mosaic_gpu_unsupported()

@@ -25,11 +25,11 @@ from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.row_tiles import RowTiles, TileForm, multiply_across
-from pallas_kernels.primitives.rows import LANES, load_row, split_row, store_row
+from pallas_kernels.primitives.rows import THREADS, load_row, split_row, store_row
 
 ROWS = 64
 """Rows of a tensor-core product, and the most vectors of a sample."""
-_LINE = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+_LINE = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 _GROUP = 8
 """Lines that are loaded together, before the first is stored."""
 
@@ -59,7 +59,7 @@ def dot_interaction_forward(x: jax.Array, *, has_diagonal: bool) -> jax.Array:
 
         @pl.loop(0, fields)
         def _(row):
-            store(packed.at[pl.ds(triangle.start(row), LANES)], _line(square.at[row]))
+            store(packed.at[pl.ds(triangle.start(row), THREADS)], _line(square.at[row]))
 
         store_row(out_ref.at[sample], load_row(packed, segments), segments)
 
@@ -82,14 +82,14 @@ def dot_interaction_backward(x: jax.Array, dy: jax.Array, *, has_diagonal: bool)
         sample, tile = lax.axis_index("sample"), form.tiles(tile_ref)
         _load(tile, x_ref.at[sample], barrier)
         store_row(packed, load_row(dy_ref.at[sample], segments), segments)
-        column = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=_LINE)
+        column = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_LINE)
         plgpu.commit_smem()
 
         @pl.loop(0, width // _GROUP)
         def _(group):
             rows = [group * _GROUP + i for i in range(_GROUP)]
             starts = [jnp.minimum(triangle.start(row), triangle.pairs) for row in rows]
-            lines = [_line(packed.at[pl.ds(start, LANES)]) for start in starts]
+            lines = [_line(packed.at[pl.ds(start, THREADS)]) for start in starts]
             for row, line in zip(rows, lines, strict=True):
                 length = jnp.where(row < fields, triangle.length(row), 0)
                 store(square.at[row], jnp.where(column < length, line, jnp.zeros((), line.dtype)))
@@ -148,8 +148,8 @@ def _launch(
         grid_names=("sample",),
         scratch_types=(
             form.scratch(ROWS),
-            plgpu.SMEM((ROWS, LANES), x.dtype),
-            plgpu.SMEM((triangle.pairs + LANES,), x.dtype),
+            plgpu.SMEM((ROWS, THREADS), x.dtype),
+            plgpu.SMEM((triangle.pairs + THREADS,), x.dtype),
             plgpu.Barrier(num_arrivals=form.copies),
         ),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not automatic_barriers),

@@ -16,7 +16,7 @@ from pallas_kernels.ops.embedding.mosaic_gpu_vjp import table_gradient
 from pallas_kernels.ops.embedding.reference import embedding_reference, gather_rows
 from pallas_kernels.primitives.checks import as_arrays, as_int32, check_lookup, check_width
 from pallas_kernels.primitives.platform import MOSAIC_DTYPES, dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.settings import usual_promotion
 
 MODES = ("fill", "clip", "promise_in_bounds")
@@ -86,8 +86,8 @@ def mosaic_unsupported(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> st
     if dtype.name not in MOSAIC_DTYPES:
         return f"rows of {dtype.name} are asked for, the kernels take {', '.join(MOSAIC_DTYPES)}"
     rows, features = table.shape
-    if ids.size and features < LANES:
-        return f"rows have {features} features, a warpgroup shares at least {LANES}"
+    if ids.size and features < THREADS:
+        return f"rows have {features} features, a warpgroup shares at least {THREADS}"
     if ids.size + rows > _MOST_INDICES:
         return f"{ids.size} indices and {rows} rows are more than {_MOST_INDICES}, which int32 cannot count twice"
     return mosaic_gpu_unsupported()

@@ -8,7 +8,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from pallas_kernels.primitives.rows import LANES, Segment, split_row
+from pallas_kernels.primitives.rows import THREADS, Segment, split_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Strips:
         if features <= widest:
             return cls(features=features, width=features, segments=split_row(features, itemsize))
         strips = -(-features // widest)
-        width = -(-features // (strips * LANES)) * LANES
+        width = -(-features // (strips * THREADS)) * THREADS
         return cls(features=features, width=width, segments=split_row(width, itemsize, stride=features))
 
     @property

@@ -13,7 +13,7 @@ from pallas_kernels.ops.embedding_bag.mosaic_gpu import MOST_FEATURES, embedding
 from pallas_kernels.ops.embedding_bag.reference import embedding_bag_reference
 from pallas_kernels.primitives.checks import as_arrays, as_int32, check_lookup, optional_arrays
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.settings import usual_promotion
 
 MODES = ("sum", "mean")
@@ -81,8 +81,8 @@ def mosaic_unsupported(table: jax.Array, indices: jax.Array, weights: jax.Array 
     if reason := dtypes_unsupported(table=table, weights=weights):
         return reason
     features = table.shape[1]
-    if indices.size and not LANES <= features <= MOST_FEATURES:
-        return f"rows have {features} features, the kernel takes {LANES} to {MOST_FEATURES}"
+    if indices.size and not THREADS <= features <= MOST_FEATURES:
+        return f"rows have {features} features, the kernel takes {THREADS} to {MOST_FEATURES}"
     return mosaic_gpu_unsupported()
 
 

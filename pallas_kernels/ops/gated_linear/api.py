@@ -10,7 +10,7 @@ from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_operands, check_weight
 from pallas_kernels.ops._products.norm import after_norm, as_rows, check_norm, is_fusable, norm_unsupported
-from pallas_kernels.ops.gated_linear.config import preferred, problem, tuned_config
+from pallas_kernels.ops.gated_linear.config import preferred, tuned_config, tuned_key
 from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward, gated_linear_mosaic
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.primitives.activations import get_activation
@@ -81,7 +81,7 @@ def gated_linear(
     if chosen == "xla" or x.size == 0 or w_gate.size == 0:
         return gated_linear_reference(x, w_gate, w_up, activation=activation, norm=norm)
     rows, norm, *weights = varying_alike((as_rows(x), norm, w_gate, w_up))
-    config = tuned_config(problem(rows, w_gate, activation), rows.shape[0], is_normed=is_fusable(norm, rows))
+    config = tuned_config(tuned_key(rows, w_gate, activation), rows.shape[0], is_normed=is_fusable(norm, rows))
     forward = partial(gated_linear_forward, activation=function, config=config)
     y = after_norm(partial(gated_linear_mosaic, function), forward, config, norm, rows, *weights)
     return y.reshape(*x.shape[:-1], w_gate.shape[1])

@@ -15,7 +15,7 @@ FEWEST_OUTPUTS = 2688
 """The fewest outputs at which the kernel for few rows beat XLA: 64 rows of 2688 features, 12.3 µs and 16.2 (H200)."""
 
 
-def problem(x: jax.Array, w: jax.Array, activation: str) -> tuning.Problem:
+def tuned_key(x: jax.Array, w: jax.Array, activation: str) -> tuning.Key:
     """Returns the layer's key in the tuned table; reads only shapes and dtypes of x and one of the weights."""
     return {
         "rows": tuning.near(prod(x.shape[:-1])),
@@ -29,11 +29,11 @@ def problem(x: jax.Array, w: jax.Array, activation: str) -> tuning.Problem:
 def preferred(x: jax.Array, w: jax.Array, activation: str) -> Sequence[str]:
     """Returns the implementations to try if the caller requests none: the measured best, else by a rule."""
     untuned = ("mosaic",) if is_preferred(prod(x.shape[:-1]), w.shape[1], w.shape[0]) else ()
-    return tuning.implementations("gated_linear", problem(x, w, activation), untuned=untuned)
+    return tuning.implementations("gated_linear", tuned_key(x, w, activation), untuned=untuned)
 
 
-def tuned_config(known: tuning.Problem, rows: int, *, is_normed: bool = False) -> Config:
-    """Returns the forward kernel's measured best configuration of a problem, else the untuned one.
+def tuned_config(known: tuning.Key, rows: int, *, is_normed: bool = False) -> Config:
+    """Returns the forward kernel's measured best configuration of a key, else the untuned one.
 
     is_normed: whether x is normalised before the products; the launch may compute that norm.
     """

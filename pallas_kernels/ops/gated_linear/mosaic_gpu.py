@@ -9,7 +9,7 @@ import jax
 from pallas_kernels.ops._products.norm import scaled_rows
 from pallas_kernels.ops._products.product import Config, product
 from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_forward
-from pallas_kernels.ops.gated_linear.config import problem, tuned_config
+from pallas_kernels.ops.gated_linear.config import tuned_config, tuned_key
 from pallas_kernels.ops.gated_linear.mosaic_gpu_vjp import gated_linear_backward
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.few_rows.norm import RowNorm
@@ -33,7 +33,7 @@ def gated_linear_forward(
     row_scale: (rows,) float32, multiplies the products' rows first. norm: of x's rows, in the same launch, with a
     configuration of few rows.
     """
-    config = config or tuned_config(problem(x, w_gate, activation.name), x.shape[0])
+    config = config or tuned_config(tuned_key(x, w_gate, activation.name), x.shape[0])
     options = {"epilogue": Epilogue(activation=activation, gated=True), "row_scale": row_scale, "norm": norm}
     return product(x, [w_gate, w_up], config=config, name="gated_linear", **options)[0]
 

@@ -21,7 +21,7 @@ from pallas_kernels.ops._products.specs import (
 )
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 from pallas_kernels.ops.gated_linear.api import gated_linear
-from pallas_kernels.ops.gated_linear.config import problem
+from pallas_kernels.ops.gated_linear.config import tuned_key
 from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward
 from pallas_kernels.ops.gated_linear.mosaic_gpu_vjp import gated_linear_backward
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
@@ -108,6 +108,6 @@ GATED_LINEAR = OpSpec(
     backward_traffic=traffic(read=("x", *_WEIGHTS, "y", "y", "y"), written=("x", *_WEIGHTS), y=result_bytes("w_gate")),
     backward=_backward,
     variants=variants((_forward, _configs)),  # backward products are XLA's
-    problem=lambda arguments: problem(arguments["x"], arguments["w_gate"], arguments["activation"]),
+    tuned_key=lambda arguments: tuned_key(arguments["x"], arguments["w_gate"], arguments["activation"]),
     flops=partial(product_flops, weights=_WEIGHTS),
 )

@@ -26,7 +26,7 @@ from pallas_kernels.ops._products.norm import (
     norm_reference,
     norm_unsupported,
 )
-from pallas_kernels.ops.linear.config import preferred, problem, tuned_config
+from pallas_kernels.ops.linear.config import preferred, tuned_config, tuned_key
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward, linear_mosaic
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
@@ -142,7 +142,7 @@ def apply_linear(
 
     def kernel(rows, norm, w, bias, residual):
         function = optional_activation(operation, activation)
-        known = problem(rows, w, bias, activation, residual, dtype)
+        known = tuned_key(rows, w, bias, activation, residual, dtype)
         config = tuned_config(known, rows.shape[0], is_normed=is_fusable(norm, rows))
 
         def forward(*operands, norm):

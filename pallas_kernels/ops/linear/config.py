@@ -18,14 +18,14 @@ FEWEST_FEATURES = 4096
 """The fewest features of plain products; with fewer, nothing has been measured."""
 
 
-def problem(
+def tuned_key(
     x: jax.Array,
     w: jax.Array,
     bias: jax.Array | None,
     activation: str | None,
     residual: jax.Array | None,
     out_dtype: jnp.dtype,
-) -> tuning.Problem:
+) -> tuning.Key:
     """Returns the layer's key in the tuned table; reads only shapes and dtypes of the arrays."""
     epilogue = {"bias": bias is not None, activation: activation is not None, "residual": residual is not None}
     return {
@@ -54,12 +54,12 @@ def preferred(
         residual_bytes=0 if residual is None else residual.dtype.itemsize,
         out_bytes=out_dtype.itemsize,
     )
-    known = problem(x, w, bias, activation, residual, out_dtype)
+    known = tuned_key(x, w, bias, activation, residual, out_dtype)
     return tuning.implementations("linear", known, untuned=("mosaic",) if is_best else ())
 
 
-def tuned_config(known: tuning.Problem, rows: int, *, is_normed: bool = False, keeps_product: bool = False) -> Config:
-    """Returns the measured best configuration of a problem, else the untuned one; arguments as `default_config`'s."""
+def tuned_config(known: tuning.Key, rows: int, *, is_normed: bool = False, keeps_product: bool = False) -> Config:
+    """Returns the measured best configuration of a key, else the untuned one; arguments as `default_config`'s."""
     sizes = int(known["outputs"]), int(known["features"])
     untuned = default_config(rows, *sizes, is_normed=is_normed, keeps_products=keeps_product)
     config = tuning.configuration("linear", "forward", known, lambda: candidates(rows), untuned=untuned)

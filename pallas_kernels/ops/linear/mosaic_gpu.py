@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ops._products.norm import scaled_rows
 from pallas_kernels.ops._products.product import Config, product
-from pallas_kernels.ops.linear.config import problem, tuned_config
+from pallas_kernels.ops.linear.config import tuned_config, tuned_key
 from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.primitives.activations import Activation
@@ -38,7 +38,7 @@ def linear_forward(
     out_dtype. row_scale: (rows,) float32. norm: of x's rows, in the same launch, with a configuration of few rows.
     """
     if config is None:
-        known = problem(x, w, bias, activation and activation.name, residual, jnp.dtype(out_dtype))
+        known = tuned_key(x, w, bias, activation and activation.name, residual, jnp.dtype(out_dtype))
         config = tuned_config(known, x.shape[0], keeps_product=keeps_product)
     epilogue = Epilogue(activation=activation, keeps_products=keeps_product)
     rows = {"row_scale": row_scale, "norm": norm}

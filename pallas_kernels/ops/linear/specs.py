@@ -20,7 +20,7 @@ from pallas_kernels.ops._products.specs import (
     weight,
 )
 from pallas_kernels.ops.linear.api import linear
-from pallas_kernels.ops.linear.config import problem
+from pallas_kernels.ops.linear.config import tuned_key
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward
 from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward
 from pallas_kernels.ops.linear.reference import linear_reference
@@ -87,10 +87,10 @@ def _xla_backward(*, x, w, cotangents, bias=None, activation=None, residual=None
     return _given(x, *gradients_of(linear_reference, "x", "w")(x=x, w=w, cotangents=(dz,)), dbias)
 
 
-def _problem(arguments: Arguments):
+def _tuned_key(arguments: Arguments):
     x, dtype = arguments["x"], jnp.dtype(arguments.get("out_dtype") or arguments["x"].dtype)
     bias, activation, residual = (arguments.get(name) for name in ("bias", "activation", "residual"))
-    return problem(x, arguments["w"], bias, activation, residual, dtype)
+    return tuned_key(x, arguments["w"], bias, activation, residual, dtype)
 
 
 LINEAR = OpSpec(
@@ -123,6 +123,6 @@ LINEAR = OpSpec(
     backward_traffic=traffic(read=("x", "w", "y", "kept"), written=("x", "w"), y=result_bytes(), kept=kept_bytes),
     backward=backward_passes(mosaic=_backward, triton=_triton_backward, xla=_xla_backward),
     variants=variants((_forward, lambda arguments: candidates(rows_of(arguments)))),  # backward products are XLA's
-    problem=_problem,
+    tuned_key=_tuned_key,
     flops=product_flops,
 )

@@ -33,12 +33,11 @@ from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entro
 from pallas_kernels.ops.linear_cross_entropy.slopes import RowSlopes
 from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.gemm.operands import COLUMNS, FEWEST_OUTPUTS, operands_unsupported
+from pallas_kernels.primitives.hopper import TMA_ROWS
 from pallas_kernels.primitives.odd_sizes import MATRICES, matmul, padding_of
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
-_ROWS = 8
-"""TMA loads rows in groups of this size."""
 _IGNORED = -1
 
 
@@ -163,7 +162,7 @@ def _kernel(
     vocabulary = w.shape[1]
     flat_labels = _plain_labels(flat_labels, vocabulary, options["ignore_index"])
     w = _with_columns(w, columns_for(vocabulary))
-    padding = -rows % _ROWS
+    padding = -rows % TMA_ROWS
     if padding:
         hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
         flat_labels = jnp.pad(flat_labels, (0, padding), constant_values=_IGNORED)
@@ -300,7 +299,7 @@ def _gradients(call, hidden, w, labels, statistics, cotangent, *, wants_hidden, 
 
 def _scaled(gradient: jax.Array, factor: jax.Array) -> jax.Array:
     """Multiplies a gradient by a factor in place. Rows too short for the kernel are folded into longer ones."""
-    rows = gradient.reshape(-1, _ROWS * COLUMNS) if gradient.shape[1] < FEWEST_OUTPUTS else gradient
+    rows = gradient.reshape(-1, TMA_ROWS * COLUMNS) if gradient.shape[1] < FEWEST_OUTPUTS else gradient
     return scale_in_place(rows, factor).reshape(gradient.shape)
 
 

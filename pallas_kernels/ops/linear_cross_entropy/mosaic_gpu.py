@@ -20,8 +20,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.cross_entropy.formula import LOG2_E, LOWEST_LOGIT, Exponential, Slope, Terms, Token
+from pallas_kernels.ops.cross_entropy.formula import Exponential, Slope, Terms, Token
 from pallas_kernels.ops.linear_cross_entropy.launch import problem_of, product_kernel
+from pallas_kernels.primitives.exponents import LOG2_E, LOWEST_LOGIT
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.operands import padded_vector
 from pallas_kernels.primitives.gemm.store import Pieces, Store

@@ -43,7 +43,7 @@ class HeadForm:
         return self.epsilons != (None, None)
 
 
-def problem(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool) -> tuning.Problem:
+def tuned_key(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool) -> tuning.Key:
     """Returns the projections' key in the tuned table; reads only shapes and dtypes of the arrays."""
     query, key, _ = weights
     return {
@@ -62,14 +62,14 @@ def preferred(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | No
     On an H200, 4096 features, 32 and 8 heads of 128, with norm and rotation: 1.22 times as fast as XLA at 8192 rows,
     1.60 at 512, 1.54 at 16. 1024 features, 8 and 2 heads of 128: 1.59 times at 64.
     """
-    known = problem(x, weights, head_size=head_size, is_rotated=is_rotated)
+    known = tuned_key(x, weights, head_size=head_size, is_rotated=is_rotated)
     return tuning.implementations("qkv_projection", known, untuned=("mosaic",))
 
 
 def chosen_config(x: jax.Array, weights: Sequence[jax.Array], form: HeadForm) -> Config:
     """Returns the measured best configuration for x (rows, features), else the untuned one."""
     (rows, features), widths = x.shape, [w.shape[1] for w in weights]
-    known = problem(x, weights, head_size=form.size, is_rotated=form.theta is not None)
+    known = tuned_key(x, weights, head_size=form.size, is_rotated=form.theta is not None)
     untuned = default_config(rows, widths, features=features, head_size=form.size)
     found = candidates(rows, head_size=form.size, is_normed=True)
     return tuning.configuration("qkv_projection", "forward", known, lambda: found, untuned=untuned)

@@ -20,7 +20,7 @@ from pallas_kernels.ops._products.specs import (
     with_norm,
 )
 from pallas_kernels.ops.qkv_projection.api import qkv_projection
-from pallas_kernels.ops.qkv_projection.config import HeadForm, candidates, problem
+from pallas_kernels.ops.qkv_projection.config import HeadForm, candidates, tuned_key
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
 from pallas_kernels.spec_builders import as_taken, both_passes, traffic, variants
@@ -91,9 +91,9 @@ def _forward(*, config, **arguments):
     return tuple(y.reshape(*x.shape[:-1], -1, called["head_size"]) for y in results)
 
 
-def _problem(arguments: Arguments):
+def _tuned_key(arguments: Arguments):
     weights, is_rotated = [arguments[name] for name in _WEIGHTS], arguments.get("positions") is not None
-    return problem(arguments["x"], weights, head_size=arguments["head_size"], is_rotated=is_rotated)
+    return tuned_key(arguments["x"], weights, head_size=arguments["head_size"], is_rotated=is_rotated)
 
 
 _DIFFERENTIABLE = ("x", *_WEIGHTS, *NORM_ARRAYS, *_BIASES, *_SCALES)
@@ -131,6 +131,6 @@ QKV_PROJECTION = OpSpec(
     backward_traffic=traffic(read=("x", *_WEIGHTS, *"qkv"), written=("x", *_WEIGHTS), **_RESULTS),
     backward=both_passes(_FUNCTION, *_DIFFERENTIABLE),
     variants=variants((_forward, _configs)),
-    problem=_problem,
+    tuned_key=_tuned_key,
     flops=partial(product_flops, weights=_WEIGHTS),
 )

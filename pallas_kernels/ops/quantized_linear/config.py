@@ -13,7 +13,7 @@ Config = FewRowsConfig | IntegerGemmConfig
 MOST_PREFERRED_ROWS = 8192
 MOST_DIFFERENTIATED_ROWS = 1024
 """The most rows with a gradient: 128 were faster than by XLA, 1706 slower."""
-FEWEST_OUTPUTS, FEWEST_FEATURES, FEWEST_FEATURES_OF_FEW_ROWS = 1024, 1024, 512
+FEWEST_PREFERRED_OUTPUTS, FEWEST_PREFERRED_FEATURES, FEWEST_FEATURES_OF_FEW_ROWS = 1024, 1024, 512
 """The fewest outputs and features that have been measured."""
 _SHORT = 1024
 """Up to this number of rows, only small tiles are enough for all multiprocessors."""
@@ -48,5 +48,5 @@ def is_preferred(rows: int, outputs: int, features: int) -> bool:
     integers widens the weights in a separate pass: 1261 µs at 8192 rows and 14336 outputs, where the kernel takes 1213.
     19 rows, 512 features and 8704 outputs: 1.63.
     """
-    least = FEWEST_FEATURES_OF_FEW_ROWS if rows <= MOST_ROWS else FEWEST_FEATURES
-    return rows <= MOST_PREFERRED_ROWS and outputs >= FEWEST_OUTPUTS and features >= least
+    least = FEWEST_FEATURES_OF_FEW_ROWS if rows <= MOST_ROWS else FEWEST_PREFERRED_FEATURES
+    return rows <= MOST_PREFERRED_ROWS and outputs >= FEWEST_PREFERRED_OUTPUTS and features >= least

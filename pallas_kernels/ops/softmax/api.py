@@ -16,7 +16,7 @@ from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
 from pallas_kernels.ops.softmax.reference import softmax_reference
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays, static_flag, static_integer
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
@@ -109,8 +109,8 @@ def mosaic_unsupported(x: jax.Array, *, axis: int = -1, mask: jax.Array | None =
         return reason
     if axis % x.ndim != x.ndim - 1:
         return f"axis {axis} is not the last of {x.ndim}, along which the kernels go; move it there first"
-    if x.shape[-1] < LANES and x.size:
-        return f"rows have {x.shape[-1]} features, a warpgroup shares at least {LANES}"
+    if x.shape[-1] < THREADS and x.size:
+        return f"rows have {x.shape[-1]} features, a warpgroup shares at least {THREADS}"
     return mosaic_gpu_unsupported()
 
 

@@ -18,7 +18,7 @@ from jax import lax
 from pallas_kernels.ops.softmax.config import CAUSAL_PIECES, MOST_REPEATED
 from pallas_kernels.primitives.row_kernel import RowChunks
 from pallas_kernels.primitives.rows import (
-    LANES,
+    THREADS,
     WARPS,
     Row,
     RowValues,
@@ -136,7 +136,7 @@ def whole_row_segments(x: jax.Array, masking: Masking) -> tuple[Segment, ...]:
         return segments
     pieces = []
     for segment in segments:
-        unit = LANES * segment.vector
+        unit = THREADS * segment.vector
         size = max(unit, -(-segment.size // (CAUSAL_PIECES * unit)) * unit)
         for start in range(0, segment.size, size):
             part = min(size, segment.size - start)

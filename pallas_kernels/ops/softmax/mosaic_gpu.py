@@ -19,9 +19,9 @@ from jax import lax
 from pallas_kernels.ops.softmax.config import DEFAULT_FORWARD, RowConfig
 from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, load_mask, whole_row_segments
 from pallas_kernels.ops.softmax.rounding import MOST_EXACT, normalise, online_add, sum_of_weights
+from pallas_kernels.primitives.exponents import LOWEST
 from pallas_kernels.primitives.row_kernel import RowChunks, row_kernel
 from pallas_kernels.primitives.rows import (
-    LOWEST,
     Segment,
     even_pieces,
     full_row,

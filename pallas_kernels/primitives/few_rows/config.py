@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pallas_kernels.primitives.gemm.config import SHARED_BYTES
+from pallas_kernels.primitives.hopper import SHARED_BYTES
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.transposed import GROUP
 

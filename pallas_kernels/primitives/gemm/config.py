@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pallas_kernels.primitives.hopper import SHARED_BYTES
 from pallas_kernels.primitives.platform import target_device
 
-SHARED_BYTES = 227 * 1024
-"""The most shared memory of a block on Hopper."""
 _RESERVED_BYTES = 2048
 """Shared memory for barriers, alignment and Mosaic GPU's own scratch."""
 PRODUCER_REGISTERS = 40

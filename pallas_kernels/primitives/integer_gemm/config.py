@@ -10,8 +10,8 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.primitives.gemm.config import SHARED_BYTES
 from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES
+from pallas_kernels.primitives.hopper import SHARED_BYTES
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.row_tiles import TileForm
 from pallas_kernels.primitives.transposed import GROUP

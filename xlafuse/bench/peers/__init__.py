@@ -27,7 +27,7 @@ _MODULES = {
     "liger": "liger",
     "cudnn": "jax_attention",
     "cudnn_dense_mask": "jax_attention",
-    "jla": "jla",
+    "jla": "jax_attention",
     "jax_mosaic": "jax_attention",
     "fa3": "flash_attention",
     "fa4": "flash_attention",

@@ -1,4 +1,4 @@
-"""Attention from JAX: cuDNN's flash attention, also with a dense mask, and JAX's Mosaic GPU kernel.
+"""Attention from JAX: cuDNN's flash attention, also with a dense mask, and Mosaic GPU kernels of JAX and of `jla`.
 
 JAX's Mosaic kernel (`jax.experimental.pallas.ops.gpu.attention_mgpu`, for Hopper GPUs) takes float16 and has no scale,
 so that operands are cast and scaled outside the timing. Its backward pass has no mask.
@@ -104,6 +104,18 @@ def cudnn_dense_mask(query, key, value, *, is_causal=False, window=None, **other
     return jax.nn.dot_product_attention(query, key, value, mask=mask[None, None], implementation="cudnn")
 
 
+def jla(query, key, value, *, is_causal=False, window=None, segment_ids=None, **others):
+    """Runs `pallas_kernels.attention` by the Mosaic GPU kernel of jax-linear-attention."""
+    from jla.ops.mosaic_gpu.attention import flash_attention  # pyright: ignore[reportMissingImports]
+
+    unknown = [name for name, wanted in others.items() if name != "dropout_key" and wanted]
+    if unknown or not is_causal or query.shape[3] not in (64, 128):
+        raise NotImplementedError("jla's attention is causal, for head sizes 64 and 128, without bias or dropout")
+    left = None if window is None else window[0]
+    size = None if left is None else left + 1
+    return flash_attention(query, key, value, segment_ids=segment_ids, sliding_window=size)
+
+
 _ROWS = 128
 """Queries of a block over both warpgroups; the kernel takes multiples of it."""
 _KEYS = {64: 256, 128: 128, 256: 64}
@@ -132,7 +144,7 @@ def _as_float16(case: Case, scale: float) -> Case:
     )
 
 
-_FUNCTIONS = {"cudnn": cudnn, "cudnn_dense_mask": cudnn_dense_mask, "jax_mosaic": jax_mosaic}
+_FUNCTIONS = {"cudnn": cudnn, "cudnn_dense_mask": cudnn_dense_mask, "jax_mosaic": jax_mosaic, "jla": jla}
 
 
 def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:

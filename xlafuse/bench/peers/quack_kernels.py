@@ -1,8 +1,4 @@
-"""quack's CuTe kernels from PyTorch, for the operations that it has.
-
-Its matrix products are untuned, since its autotuner compiles dozens of kernels a shape, and compared in the forward
-pass. Weights are put into the layout of its `Linear`, (outputs, features), outside the timing.
-"""
+"""quack's CuTe kernels of rows, from PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import torch  # pyright: ignore[reportMissingImports]
 from quack.rmsnorm import layernorm_bwd, layernorm_fwd  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.testing import Case
-from xlafuse.bench.peers.tensors import Prepare, backward_candidate, forward_candidate, unchanged
+from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate, unchanged
 from xlafuse.bench.timing import Candidate
 
 
@@ -73,88 +69,18 @@ def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0
     return (loss.reshape(labels.shape) if reduction == "none" else loss,)
 
 
-def linear_cross_entropy(hidden, w, labels, ignore_index=-1, reduction="none", **others):
-    """See `pallas_kernels.linear_cross_entropy`; w is (vocabulary, features).
-
-    The loss alone writes no logits. With gradients, chunks of 4096 tokens have their logits' exponentials in memory.
-    """
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy  # pyright: ignore[reportMissingImports]
-
-    if reduction == "none" or any(others.values()):
-        raise NotImplementedError("quack's linear cross-entropy is a sum or mean, without label smoothing and z-loss")
-    options = {"ignore_index": ignore_index, "reduction": reduction, "tuned": False}
-    return (chunked_linear_cross_entropy(_rows(hidden), w, labels.reshape(-1), **options),)
-
-
-_ACTIVATIONS = {"gelu_tanh": "gelu_tanh_approx", "silu": "silu", "relu": "relu", "relu_squared": "relu_sq"}
-_GATES = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu"}
-
-
-def linear(x, w, bias=None, activation=None, residual=None, out_dtype=None):
-    """See `pallas_kernels.linear`; w is (outputs, features)."""
-    from quack import gemm_interface as gemms  # pyright: ignore[reportMissingImports]
-
-    if out_dtype is not None or activation not in (None, *_ACTIVATIONS) or (activation and residual is not None):
-        raise NotImplementedError(
-            "quack has no exact gelu, no residual after an activation, and is compared in x's type"
-        )
-    operands = (_rows(x), w.transpose(0, 1))
-    if activation:
-        options = {"activation": _ACTIVATIONS[activation], "store_preact": False, "tuned": False}
-        _, y = gemms.gemm_act(*operands, bias=bias, **options)
-    elif residual is not None:
-        y = gemms.gemm_add(*operands, _rows(residual), bias=bias, tuned=False)
-    else:
-        y = gemms.gemm(*operands, bias=bias, tuned=False)
-    return (y.reshape(*x.shape[:-1], y.shape[-1]),)
-
-
-def gated_linear(x, w, activation="silu", **norm):
-    """See `pallas_kernels.gated_linear`; w is (outputs of gate and up in turns, features)."""
-    from quack.gemm_interface import gemm_act  # pyright: ignore[reportMissingImports]
-
-    if norm or activation not in _GATES:
-        raise NotImplementedError(f"quack's gate is compared without a norm, with {', '.join(_GATES)}")
-    gate = {"activation": _GATES[activation], "store_preact": False, "tuned": False}
-    _, y = gemm_act(_rows(x), w.transpose(0, 1), **gate)
-    return (y.reshape(*x.shape[:-1], y.shape[-1]),)
-
-
-def transposed(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with w as (outputs, features)."""
-    return {**arguments, "w": arguments["w"].transpose(0, 1).contiguous()}
-
-
-def interleaved(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with one w, (2 * outputs, features), in place of w_gate and w_up."""
-    pair = [arguments[name].transpose(0, 1) for name in ("w_gate", "w_up")]
-    others = {name: value for name, value in arguments.items() if name not in ("w_gate", "w_up")}
-    return {**others, "w": torch.stack(pair, 1).reshape(-1, pair[0].shape[1])}
-
-
 FUNCTIONS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
     "softmax": softmax,
     "cross_entropy": cross_entropy,
-    "linear_cross_entropy": linear_cross_entropy,
-    "linear": linear,
-    "gated_linear": gated_linear,
-}
-PREPARE: Mapping[str, Prepare] = {
-    "layer_norm": with_float32_parameters,
-    "linear_cross_entropy": transposed,
-    "linear": transposed,
-    "gated_linear": interleaved,
 }
 
 
 def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
     """Returns the candidate and its first results; see `xlafuse.bench.peers`."""
     if operation not in FUNCTIONS:
-        raise NotImplementedError(f"quack has no {operation}, only {', '.join(FUNCTIONS)}")
-    if operation in ("linear", "gated_linear") and phase == "backward":
-        raise NotImplementedError("quack's products are compared in the forward pass")
+        raise NotImplementedError(f"quack is compared on rows, not by {operation}, but by {', '.join(FUNCTIONS)}")
     make = forward_candidate if phase == "forward" else backward_candidate
-    made, results = make(name, FUNCTIONS[operation], cases, PREPARE.get(operation, unchanged))
-    return made, {key: value.T if key == "gradient of w" else value for key, value in results.items()}
+    prepare = with_float32_parameters if operation == "layer_norm" else unchanged
+    return make(name, FUNCTIONS[operation], cases, prepare)

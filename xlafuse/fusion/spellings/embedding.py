@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_kernels.ops.embedding.config import is_preferred
 from pallas_kernels.ops.embedding.reference import gather_rows
-from pallas_kernels.primitives.rows import LANES
+from pallas_kernels.primitives.rows import THREADS
 from xlafuse.fusion.graph import Equation, Value, behind, constant
 from xlafuse.fusion.spelling import Proposal, Spelling, same_order
 
@@ -60,7 +60,7 @@ def _takes_many_rows(gather: Equation) -> bool:
         return False
     is_whole = tuple(params["slice_sizes"]) == (1, table.shape[1]) and rows.shape[-1:] == table.shape[1:]
     is_large = is_preferred(math.prod(rows.shape[:-1]), table.shape, rows.dtype.itemsize)
-    return is_whole and is_large and table.shape[1] >= LANES
+    return is_whole and is_large and table.shape[1] >= THREADS
 
 
 def _before_narrowing(value: Value) -> Value:

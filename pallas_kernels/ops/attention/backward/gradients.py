@@ -25,7 +25,8 @@ from pallas_kernels.ops.attention.backward.queries import query_gradients
 from pallas_kernels.ops.attention.backward.tiles import MARK, Inputs, rows_of
 from pallas_kernels.ops.attention.dense import TILE
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
-from pallas_kernels.ops.attention.problem import LOG2_E, Extras, Problem
+from pallas_kernels.ops.attention.problem import Extras, Problem
+from pallas_kernels.primitives.exponents import LOG2_E
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.row_tiles import TileForm
 

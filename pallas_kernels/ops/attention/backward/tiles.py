@@ -15,8 +15,9 @@ from jax import lax
 
 from pallas_kernels.ops.attention.dense import load_bias, load_bits
 from pallas_kernels.ops.attention.masking import TileRange
-from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST, Problem
+from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.scores import capped
+from pallas_kernels.primitives.exponents import LOG2_E, LOWEST_SCORE
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.row_tiles import TileForm
 
@@ -148,10 +149,10 @@ class Tile:
         if problem.bounds_weights:
             exponents = jnp.minimum(exponents, 0.0)
         if problem.has_mask:
-            hidden = LOWEST if problem.mask_value is None else self._along_queries(self._hidden(lse))
+            hidden = LOWEST_SCORE if problem.mask_value is None else self._along_queries(self._hidden(lse))
             exponents = jnp.where(self._bits("mask"), exponents, hidden)
         if seen is not None:
-            exponents = jnp.where(seen, exponents, LOWEST)
+            exponents = jnp.where(seen, exponents, LOWEST_SCORE)
         return jnp.exp2(exponents), slope
 
     def _hidden(self, lse: jax.Array) -> jax.Array:

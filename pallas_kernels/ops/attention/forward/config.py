@@ -144,7 +144,7 @@ def tuned_forward(problem: Problem) -> ForwardConfig:
     return tuning.configuration("attention", "forward", known(problem), candidates, untuned=untuned)
 
 
-def known(problem: Problem) -> tuning.Problem:
+def known(problem: Problem) -> tuning.Key:
     """The tuned table's key of a problem. Lengths are exact, as a last tile that is not whole takes registers."""
     masking = problem.masking
     left, right = ("all" if side is None else side for side in (masking.left, masking.right))

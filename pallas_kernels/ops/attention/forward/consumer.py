@@ -17,8 +17,8 @@ from pallas_kernels.ops.attention.forward.producer import Block
 from pallas_kernels.ops.attention.forward.schedule import divmod_of, rem_of
 from pallas_kernels.ops.attention.launch import hidden
 from pallas_kernels.ops.attention.masking import Side
-from pallas_kernels.ops.attention.problem import LOG2_E, LOWEST
 from pallas_kernels.ops.attention.scores import Scores
+from pallas_kernels.primitives.exponents import LOG2_E, LOWEST_SCORE
 from pallas_kernels.primitives.row_tiles import columns_from, multiply_across, multiply_down
 
 
@@ -144,7 +144,7 @@ class Consumer:
             if config.own_output:
                 plgpu.commit_smem()  # what was read may then be overwritten by TMA
                 plgpu.barrier_arrive(barriers["q_empty"].at[warpgroup])
-        maximum = plgpu.layout_cast(zeros((ROWS,), fill_value=LOWEST), plgpu.Layout.WGMMA.reduce(1))
+        maximum = plgpu.layout_cast(zeros((ROWS,), fill_value=LOWEST_SCORE), plgpu.Layout.WGMMA.reduce(1))
         total = plgpu.layout_cast(zeros((ROWS,)), plgpu.Layout.WGMMA.reduce(1))
         if block.skips_tiles:
             lax.fori_loop(jnp.int32(0), skipped, lambda i, _: self._skip(before + i), None)

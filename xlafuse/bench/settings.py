@@ -1,0 +1,152 @@
+"""Settings of the benchmarks. Each field with an option is one of `xlafuse bench`; this module loads no JAX."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+PHASES = ("forward", "backward")
+MODES = ("forward", "grad")
+""""grad" computes the outputs and the gradients, as a training step does."""
+
+Match = Annotated[
+    str,
+    typer.Option(
+        metavar="A,B,C",
+        help="Only shapes whose name contains one of these, such as 8192x4096, or equals one, such as =8x8.",
+    ),
+]
+Seconds = Annotated[float, typer.Option(metavar="S", help="Start no shape of an operation after this many seconds.")]
+Rounds = Annotated[int, typer.Option(metavar="N", help="How often the candidates take turns.")]
+_Until = Annotated[
+    float,
+    typer.Option(
+        "--seconds",
+        metavar="S",
+        help="Start nothing after this many seconds.",
+        parser=lambda seconds: time.time() + float(seconds),
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of the kernel benchmark.
+
+    match: selects the shapes; see `xlafuse.bench.kernels.is_wanted`.
+    peers: see `xlafuse.bench.peers.PEERS`.
+    seconds: no shape starts after this time.
+    only: "operation spec" of the shapes to measure, or empty for all. If given, kernels run with their untuned
+        configurations.
+    """
+
+    phases: Annotated[tuple[str, ...], typer.Option("--phase", metavar="A,B", help="forward, backward.")] = PHASES
+    match: Match = ""
+    peers: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="A,B,C",
+            help="Libraries to time in the same run, if they have the operation: torch_compile, "
+            "torch_max_autotune, torch_eager, liger, quack, jax_triton, jla, jax_mosaic, cudnn, cudnn_dense_mask, "
+            "fa3, fa4, fa4_deterministic.",
+        ),
+    ] = ()
+    peer_megabytes: Annotated[
+        float,
+        typer.Option(
+            metavar="MB", help="Time peers only on shapes that move at least this much; compiling them takes a while."
+        ),
+    ] = 0.0
+    variants: Annotated[bool, typer.Option("--variants", help="Also time the kernel configurations to tune.")] = False
+    rounds: Rounds = 10
+    calls: int = 4
+    seconds: Seconds = float("inf")
+    seed: int = 0
+    only: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSettings:
+    """Settings of the block benchmark.
+
+    strategies: all if empty.
+    peers: names from `xlafuse.bench.block.PEERS`.
+    until: seconds since the epoch after which no case starts.
+    """
+
+    preset: Annotated[str, typer.Option(metavar="NAME", help="A transformer block: llama3-8b, gpt2-medium, tiny.")] = (
+        "llama3-8b"
+    )
+    strategies: Annotated[
+        tuple[str, ...],
+        typer.Option(metavar="A,B,C", help="Strategies to time; see `xlafuse strategies`. Default: all."),
+    ] = ()
+    peers: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="A,B,C",
+            help="The same block in PyTorch (torch_compile, torch_max_autotune, torch_eager), and in JAX without jit "
+            "(jax_eager).",
+        ),
+    ] = ()
+    rounds: Rounds = 8
+    calls: int = 3
+    until: _Until = float("inf")
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Settings of the model benchmark.
+
+    peers: names from `xlafuse.bench.model.PEERS`.
+    layers: replaces the model's number of layers.
+    until: seconds since the epoch after which no phase starts, and no strategy or peer is compiled.
+    """
+
+    model: Annotated[str, typer.Option("--preset", metavar="NAME", help="A model: llama3-8b, gpt2-medium, tiny.")] = (
+        "llama3-8b"
+    )
+    strategies: Annotated[
+        tuple[str, ...], typer.Option(metavar="A,B,C", help="Strategies to time; see `xlafuse strategies`.")
+    ] = ("xla", "xla_cudnn", "best")
+    peers: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="A,B,C",
+            help="The same model in PyTorch: torch_eager, torch_compile, torch_reduce_overhead, torch_max_autotune.",
+        ),
+    ] = ()
+    layers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of layers, instead of the model's own.")
+    ] = None
+    is_scanned: Annotated[bool, typer.Option("--scan", help="Compile one layer in a loop over all of them.")] = False
+    rounds: Rounds = 5
+    calls: int = 4
+    until: _Until = float("inf")
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceSettings:
+    """Settings of the choice benchmark.
+
+    until: seconds since the epoch after which no call starts.
+    seed: seeds both the drawn calls and their values.
+    jobs: threads that compile calls before they are timed.
+    """
+
+    modes: Annotated[tuple[str, ...], typer.Option(metavar="A,B", help="forward, grad: with the backward pass.")] = (
+        MODES
+    )
+    rounds: Rounds = 8
+    calls: int = 4
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Seed of the calls; the same seed draws the same calls.")
+    ] = 0
+    until: _Until = float("inf")
+    jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Threads that compile calls ahead.")] = 1
