@@ -199,8 +199,11 @@ def _is_zero_or_one(ref: Ref) -> bool:
     return (number_of(operand(ref, 1)), number_of(operand(ref, 2))) == (0, 1)
 
 
-def head(ref: Ref) -> Head | None:
-    """Returns what computes a peeled element that is no sum or product; None for inputs."""
+def head(ref: Ref, *, opposites: bool = True) -> Head | None:
+    """Returns what computes a peeled element that is no sum or product; None for inputs.
+
+    opposites: whether a choice by `not p` is one by p with its operands swapped.
+    """
     value, equation = ref.value, ref.value.equation
     if (number := number_of(ref)) is not None:
         return Head("literal", value.dtype, number=float(number))
@@ -221,7 +224,7 @@ def head(ref: Ref) -> Head | None:
         swapped = _NEGATED[inner.value.primitive]
         parts = [(operand(inner, 0), 1), (operand(inner, 1), 1)]
         return Head(swapped[0], value.dtype, tuple(parts[::-1] if swapped[1] else parts))
-    if name == "select_n" and len(equation.inputs) == 3 and (other := _opposite(operand(ref, 0))) is not None:
+    if opposites and name == "select_n" and len(equation.inputs) == 3 and (other := _opposite(operand(ref, 0))) is not None:
         return Head(name, value.dtype, ((other, 1), (operand(ref, 2), 1), (operand(ref, 1), 1)))
     if name == "select_n" and len(equation.inputs) == 3 and _is_zero_or_one(ref):
         data = (("new_dtype", frozen(value.dtype)),)

@@ -167,12 +167,14 @@ def _causal_softmax(x: jax.Array, *, scale: float, hidden: float) -> jax.Array:
 
 
 HIDDEN = {"hidden": -54321.0}  # finite in float16, too
+LOWEST = float(jnp.finfo(jnp.float16).min)
+"""A hidden score that is not higher has no weight beside one that is not hidden."""
 
 
 def hidden_objection(numbers: Mapping[str, float]) -> str:
     """Returns why scores that a mask hides may have weights; "" where they are as low as float16's lowest number."""
-    hidden, lowest = numbers.get("hidden", -jnp.inf), float(jnp.finfo(jnp.float16).min)
-    return "" if hidden <= lowest else f"hidden scores are {hidden:g}, and only {lowest:g} or less has no weight"
+    hidden = numbers.get("hidden", -jnp.inf)
+    return "" if hidden <= LOWEST else f"hidden scores are {hidden:g}, and only {LOWEST:g} or less has no weight"
 
 
 def given_options(given: dict[str, Any]) -> dict[str, Any]:
