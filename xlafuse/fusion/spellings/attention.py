@@ -44,8 +44,9 @@ class _Form:
     biases: how many arrays are added to the scores.
     hides: how hidden scores get their number: "choice" (`where(seen, scores, hidden)`), "sum" (`scores + where(seen, 0,
         hidden)`), "narrow sum" (where what is added is cast from 16 bits), or "" for not at all. is_causal: whether that hides later keys, and nothing else.
-    drops: how weights are dropped: "choice" (`where(keep, weights / kept, 0)`), "late choice" (divided behind it),
-        "product" (`weights * keep / kept`), or "" for not at all. drops_wide: whether before the cast to 16 bits.
+    drops: how weights are dropped: "choice" (`where(keep, weights / kept, 0)`), "product" (`weights * (keep / kept)`),
+        or "" for not at all. drops_in: the name of the dtype, before or after the cast to 16 bits. divides_late: whether the result is
+        divided by the kept share, and not what is chosen or multiplied.
     """
 
     scores_in: str = "wide"
@@ -55,7 +56,8 @@ class _Form:
     hides: str = ""
     is_causal: bool = False
     drops: str = ""
-    drops_wide: bool = False
+    drops_in: str = "float32"
+    divides_late: bool = False
 
 
 def _attend(
@@ -90,10 +92,13 @@ def _attend(
         scores = shown if form.hides == "choice" else scores + shown.astype(scores.dtype)
     scores = scores.astype(more) if form.scores_in == "narrow scores" else scores
     weights = jax.nn.softmax(scores, axis=-2 if over == "queries" else -1)
-    weights = weights if form.drops and form.drops_wide else weights.astype(dtype)
+    weights = weights if form.drops and jnp.dtype(form.drops_in).itemsize > 2 else weights.astype(dtype)
     if form.drops:
         masks = _reshaped(given, ("dropout_mask", "dropping"), grouped)
-        weights = _dropped(weights, jnp.asarray(given["kept"], weights.dtype), form.drops, *masks).astype(dtype)
+        kept, late = jnp.ones((), weights.dtype), jnp.asarray(given["kept"], weights.dtype)
+        kept, late = (kept, late) if form.divides_late else (late, kept)
+        weights = {"choice": _chosen_weights, "product": _multiplied}[form.drops](weights, kept, *masks)
+        weights = (weights / late).astype(dtype)
     out = jnp.einsum("bkgts,bskd->btkgd", weights, value, preferred_element_type=more if form.is_wide else dtype)
     return out.reshape(query.shape).astype(dtype)
 
@@ -110,16 +115,17 @@ def _chosen(scores: jax.Array, hidden: jax.Array, seen: jax.Array | None, hiding
     return jnp.where(seen, scores, hidden) if hiding is None else jnp.where(hiding, hidden, scores)
 
 
-def _dropped(
-    weights: jax.Array, kept: jax.Array, how: str, keep: jax.Array | None, dropping: jax.Array | None
+def _chosen_weights(
+    weights: jax.Array, kept: jax.Array, keep: jax.Array | None, dropping: jax.Array | None
 ) -> jax.Array:
-    if how == "product":
-        share = 1 - dropping.astype(weights.dtype) if keep is None else keep.astype(weights.dtype)
-        return weights * share / kept
-    zero = jnp.zeros((), weights.dtype)
-    if how == "choice":
-        return _chosen(weights / kept, zero, keep, dropping)
-    return _chosen(weights, zero, keep, dropping) / kept
+    return _chosen(weights / kept, jnp.zeros((), weights.dtype), keep, dropping)
+
+
+def _multiplied(
+    weights: jax.Array, kept: jax.Array, keep: jax.Array | None, dropping: jax.Array | None
+) -> jax.Array:
+    share = keep.astype(weights.dtype) if dropping is None else 1 - dropping.astype(weights.dtype)
+    return weights * (share / kept)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -281,16 +287,18 @@ def _with_dropout(form: _Form, weights: list[Value], path: frozenset[Value]) -> 
     """Returns the form with the dropout that there is among the steps from a softmax's exponentials to the weights."""
     for at, each in enumerate(weights):
         assert each.equation is not None
-        further = [own for own in each.equation.inputs if own not in path and number(own) is None]
-        form = replace(form, drops_wide=each.dtype.itemsize > 2)
-        if each.primitive == "select_n" and (choice := _choice(each)) is not None and further:
-            is_late = any(own.primitive in ("mul", "div") for own in weights[at + 1 :])
-            names = frozenset(("dropping" if choice[1] else "dropout_mask",))
-            return [(replace(form, drops="late choice" if is_late else "choice"), names)]
-        if each.primitive == "mul" and further:
-            form = replace(form, drops="product")
-            return [(form, frozenset(("dropout_mask",))), (form, frozenset(("dropping",)))]
-    return [(replace(form, drops_wide=False), frozenset())]
+        choice = _choice(each)
+        if each.primitive != "mul" and choice is None:
+            continue
+        if all(own in path or number(own) is not None for own in each.equation.inputs):
+            continue
+        is_late = any(own.primitive in ("mul", "div") for own in weights[at + 1 :])
+        form = replace(form, drops_in=each.dtype.name, divides_late=is_late)
+        keep, dropping = frozenset(("dropout_mask",)), frozenset(("dropping",))
+        if choice is not None:
+            return [(replace(form, drops="choice"), dropping if choice[1] else keep)]
+        return [(replace(form, drops="product"), names) for names in (keep, dropping)]
+    return [(form, frozenset())]
 
 
 def _attentions(result: Value) -> Iterator[Proposal]:
@@ -325,8 +333,15 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     if "hidden" in given and given["hidden"] > (LOWEST if given["is_causal"] else -jnp.inf):
         options["mask_value"] = max(given["hidden"], float(np.finfo(np.float32).min))
     if "kept" in given:
-        options["dropout_rate"] = float(f"{1 - given['kept']:.7g}")
+        options["dropout_rate"] = float(f"{1 - _as_written(given['kept'], given['drops_in']):.7g}")
     return options
+
+
+def _as_written(number: float, dtype: str) -> float:
+    """Returns the shortest number that a dtype rounds to the same: 0.9 for 0.8984375 in bfloat16."""
+    shortest = (float(f"{number:.{digits}g}") for digits in range(1, 10))
+    rounded = np.asarray(number, jnp.dtype(dtype))
+    return next((each for each in shortest if np.asarray(each, jnp.dtype(dtype)) == rounded), number)
 
 
 def _arguments(arrays: dict[str, Any]) -> dict[str, Any]:
