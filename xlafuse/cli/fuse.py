@@ -44,7 +44,7 @@ class Request:
     skip: Annotated[str | None, typer.Option(metavar="A,B,C", help="Operations to leave out. Default: none.")] = None
     allow: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Differences to accept: rounding, empty_rows. Default: none."),
+        typer.Option(metavar="A,B", help="Differences to accept: rounding. Default: none."),
     ] = None
     target: Annotated[
         str,

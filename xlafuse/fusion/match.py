@@ -206,7 +206,7 @@ class Matcher:
         return None
 
     def _chooses_by_input(self, wanted: Ref) -> bool:
-        """Returns whether a pattern's element is a choice by an array that is given, which no opposite can be bound to."""
+        """Returns whether an array that is given decides a choice in a pattern, and is bound as the program has it."""
         return wanted.value.primitive == "select_n" and peel(operand(wanted, 0)).value in self._inputs
 
     def _all(self, wanted: Sequence[Ref], found: Sequence[Ref], so_far: Match) -> Iterator[Match]:

@@ -224,9 +224,10 @@ def head(ref: Ref, *, opposites: bool = True) -> Head | None:
         swapped = _NEGATED[inner.value.primitive]
         parts = [(operand(inner, 0), 1), (operand(inner, 1), 1)]
         return Head(swapped[0], value.dtype, tuple(parts[::-1] if swapped[1] else parts))
-    if opposites and name == "select_n" and len(equation.inputs) == 3 and (other := _opposite(operand(ref, 0))) is not None:
+    is_choice = name == "select_n" and len(equation.inputs) == 3
+    if is_choice and opposites and (other := _opposite(operand(ref, 0))) is not None:
         return Head(name, value.dtype, ((other, 1), (operand(ref, 2), 1), (operand(ref, 1), 1)))
-    if name == "select_n" and len(equation.inputs) == 3 and _is_zero_or_one(ref):
+    if is_choice and _is_zero_or_one(ref):
         data = (("new_dtype", frozen(value.dtype)),)
         return Head("convert_element_type", value.dtype, ((operand(ref, 0), 1),), data=data)
     if name in _SWAPPED:

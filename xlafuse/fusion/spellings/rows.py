@@ -177,6 +177,11 @@ def hidden_objection(numbers: Mapping[str, float]) -> str:
     return "" if hidden <= LOWEST else f"hidden scores are {hidden:g}, and only {LOWEST:g} or less has no weight"
 
 
+def _finite_objection(numbers: Mapping[str, float]) -> str:
+    hidden = numbers.get("hidden", -jnp.inf)
+    return "" if hidden == -jnp.inf else f"hidden scores are {hidden:g}, and those that softmax masks are -inf"
+
+
 def given_options(given: dict[str, Any]) -> dict[str, Any]:
     """Returns the options that differ from their defaults."""
     return {name: value for name, value in given.items() if name != "hidden" and (name, value) != ("scale", 1.0)}
@@ -207,9 +212,7 @@ def _softmaxes() -> Iterator[Spelling]:
         function=_masked_softmax,
         propose=lambda value: _masks(value, jnp.bool_),
         broadcasting=frozenset(("mask",)),
-        allowed_by="empty_rows",
-        difference="a row whose mask hides everything has equal weights in the program, and zeros in softmax",
-        **masked,
+        **{**masked, "objection": _finite_objection},
     )
     added = {**masked, "unknowns": _SCALE, "broadcasting": frozenset(("mask",))}
     yield Spelling(
