@@ -218,3 +218,34 @@ def test_the_attention_of_jax_with_a_bias_and_a_mask(sites, is_causal):
     told = []
     assert sites(fn, Q, K, V, BIAS, PADDING, told=told.append) == ["attention"]
     assert {"bias", "mask"} < told[0].taken[0].arrays.keys()
+
+
+def lower(length: int = LENGTH) -> jax.Array:
+    return jnp.tril(jnp.ones((length, length)))
+
+
+CAUSAL = {
+    "numbers, as in minGPT": lambda s: jnp.where(lower() == 0, -jnp.inf, s),
+    "numbers above 0": lambda s: jnp.where(lower() > 0, s, -1e9),
+    "made to numbers twice": lambda s: jnp.where(nn.combine_masks(lower(), dtype=BF16), s, -1e30),
+    "of the whole scores": lambda s: jnp.where(jnp.broadcast_to(lower(), s.shape) != 0, s, -1e30),
+    "of Flax": lambda s: jnp.where(nnx.make_causal_mask(jnp.ones((BATCH, LENGTH))), s, -1e30),
+    "upper, added": lambda s: s + jnp.triu(jnp.full((LENGTH, LENGTH), -1e9), 1),
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_masks_of_numbers(sites, name):
+    told = []
+    assert sites(lambda q, k, v: attend(q, k, v, mask=CAUSAL[name]), Q, K, V, told=told.append) == ["attention"]
+    assert told[0].taken[0].options.keys() == {"scale", "is_causal"}
+
+
+@pytest.mark.parametrize("number", [-1.0, 2.0])
+def test_numbers_that_are_no_truth(sites, number):
+    """`where(mask, number, 0)` is above 0 where the mask is True only if the number is."""
+
+    def fn(q, k, v, mask):
+        return attend(q, k, v, mask=lambda s: jnp.where(jnp.where(mask, number, 0) > 0, s, -1e9))
+
+    assert sites(fn, Q, K, V, PADDING) == ["attention"]

@@ -15,7 +15,7 @@ import numpy as np
 
 from xlafuse.fusion.graph import Equation, Value, before, frozen
 from xlafuse.fusion.indices import ZERO, Index, Indices, split, variables
-from xlafuse.fusion.layouts import RULES, Ref, element, number, number_of, operand, peel, transposed
+from xlafuse.fusion.layouts import RULES, Ref, element, number, number_of, operand, peel, transposed, truth
 
 ELEMENTWISE = frozenset([
     "abs", "and", "ceil", "clamp", "complex", "convert_element_type", "cos", "eq", "erf", "erfc", "exp", "exp2",
@@ -182,13 +182,18 @@ def _cast_of_negated(ref: Ref) -> Ref | None:
 
 
 def _opposite(ref: Ref) -> Ref | None:
-    """Returns the opposite of a negated predicate, or of a comparison of integers as "<="; None for others."""
+    """Returns the opposite of a negated predicate, of one that is a number of 0 or 1, or of a comparison of integers.
+
+    None for others. That of a comparison is "<=".
+    """
     ref = peel(ref)
     equation = ref.value.equation
     if equation is None:
         return None
     if equation.primitive == "not":
         return operand(ref, 0)
+    if equation.primitive == "eq":
+        return truth(ref, equation)
     if equation.primitive not in ("lt", "gt") or not np.issubdtype(equation.inputs[0].dtype, np.integer):
         return None
     return Ref(_imagined(ref.value, "le", {}, swaps=equation.primitive == "lt"), ref.indices)
