@@ -65,6 +65,13 @@ ATTENTION: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         (struct(BATCH, HEADS, LENGTH, LENGTH, dtype=jnp.bool_),),
         "the weights that are kept are divided by 2",
     ),
+    "a gate for each head": (
+        lambda q, k, v, g: jnp.einsum(
+            "bhqk,bkhd->bqhd", (jax.nn.softmax(scores(q, k)) * g[:, None, None]).astype(BF16), v
+        ),
+        (struct(HEADS, dtype=F32),),
+        "also multiplies by an array (float32[8",
+    ),
     "scores that are dropped": (
         lambda q, k, v, keep: mixed(jnp.where(keep, scores(q, k) / 0.9, 0), v),
         (struct(BATCH, HEADS, LENGTH, LENGTH, dtype=jnp.bool_),),

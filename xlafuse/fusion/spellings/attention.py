@@ -197,7 +197,9 @@ def _as_written(number: float, dtype: str) -> float:
 def _arguments(arrays: dict[str, Any]) -> dict[str, Any]:
     """Makes the operation's arrays: one bias, and masks that are True where something is kept."""
     made = {name: ~arrays[opposite] for name, opposite in OPPOSITES.items() if opposite in arrays}
-    made |= {"bias": arrays["bias"] + arrays["another_bias"]} if "another_bias" in arrays else {}
+    if "another_bias" in arrays:
+        with jax.numpy_dtype_promotion("standard"):
+            made["bias"] = arrays["bias"] + arrays["another_bias"]
     return {name: each for name, each in arrays.items() if name not in (*OPPOSITES.values(), "another_bias")} | made
 
 

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from xlafuse.fusion.graph import Value, before, behind
 from xlafuse.fusion.layouts import element, number, peel
 from xlafuse.fusion.spellings.rows import LOWEST
@@ -156,8 +158,9 @@ def _with_dropout(form: Form, weights: list[Value], path: frozenset[Value]) -> l
     for at, each in enumerate(weights):
         assert each.equation is not None
         choice = _choice(each)
-        is_step = each.primitive == "mul" or choice is not None
-        if not is_step or all(own in path or number(own) is not None for own in each.equation.inputs):
+        others = [own for own in each.equation.inputs if own not in path and number(own) is None]
+        is_product = each.primitive == "mul" and any(map(_is_made_of_predicates, others))
+        if not is_product and (choice is None or not others):
             continue
         is_late = any(own.primitive in ("mul", "div") for own in weights[at + 1 :])
         form = replace(form, drops="product", divides_late=is_late, drops_in=each.dtype.name)
@@ -165,3 +168,7 @@ def _with_dropout(form: Form, weights: list[Value], path: frozenset[Value]) -> l
             return [form.plus("dropout_mask"), form.plus(OPPOSITES["dropout_mask"])]
         return [form.plus(OPPOSITES["dropout_mask"] if choice.is_opposite else "dropout_mask", drops="choice")]
     return [form]
+
+
+def _is_made_of_predicates(value: Value) -> bool:
+    return any(each.dtype == np.bool_ for each in before(value, BY_ELEMENT, REACH))
