@@ -201,13 +201,18 @@ BIASES = {
 }
 
 
+@pytest.mark.parametrize("casts", ["first", "scores"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", BIASES)
-def test_biases_and_masks(sites, name):
+def test_biases_and_masks(sites, name, dtype, casts):
     mask = PADDING.at[0].set(True)  # of a row that sees nothing, sums of numbers of 1e9 keep no digits
-    fn = BIASES[name]
-    assert sites(lambda q, k, v, a, m: attend(q, k, v, mask=lambda s: fn(s, a, m)), Q, K, V, BIAS, mask) == [
-        "attention"
-    ]
+    bias = BIAS.astype(dtype if casts == "scores" else F32)
+
+    def fn(q, k, v, bias, mask):
+        return attend(q, k, v, mask=lambda s: BIASES[name](s, bias, mask).astype(s.dtype), casts=casts)
+
+    q, k, v = (each.astype(dtype) for each in (Q, K, V))
+    assert sites(fn, q, k, v, bias, mask) == ["attention"]
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
