@@ -17,8 +17,8 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from pallas_kernels.primitives.activations import get_activation
-from xlafuse.attention import averaging_attention, dot_product_attention
-from xlafuse.kernels import batch_norm, layer_norm, linear, rms_norm
+from xlafuse.attention import dot_product_attention
+from xlafuse.kernels import attention, batch_norm, layer_norm, linear, rms_norm
 
 __all__ = ["BatchNorm", "LayerNorm", "Linear", "RMSNorm", "attention_fn"]
 
@@ -185,11 +185,10 @@ def attention_fn(
 ) -> jax.Array:
     """Computes `flax.nnx.dot_product_attention` with `xlafuse.kernels.attention`.
 
-        nnx.MultiHeadAttention(8, 512, attention_fn=xlafuse.nnx.attention_fn, broadcast_dropout=False, rngs=rngs)
+        nnx.MultiHeadAttention(8, 512, attention_fn=xlafuse.nnx.attention_fn, rngs=rngs)
 
-    Flax computes calls that keep the attention weights (`module`), dropout that is shared by batch entries and heads
-    (`broadcast_dropout`) or comes with a `precision`, and values whose head size differs from the keys'. Dropout here
-    draws other random bits than Flax's, and its scores stay in float32.
+    Dropout draws the masks that Flax draws. Flax computes calls that keep the attention weights (`module`), dropout
+    that comes with a `precision`, and values whose head size differs from the keys'.
 
     Args:
         query, key, value: (batch..., length, heads, head size); key and value may have fewer heads.
@@ -205,8 +204,6 @@ def attention_fn(
     has_dropout = dropout_rate > 0 and not deterministic
     reasons = {
         "the attention weights are kept": module is not None,
-        "dropout is the same for all batch entries and heads; pass broadcast_dropout=False": broadcast_dropout
-        and has_dropout,
         "the operation has no precision": precision is not None and has_dropout,
         "values have another head size": query.shape[-1] != value.shape[-1],
     }
@@ -234,22 +231,28 @@ def attention_fn(
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     mask = None if mask is None else mask.astype(bool)
     shape = query.shape
-    query, key, value, bias, mask = (_with_one_batch(each, len(shape)) for each in (query, key, value, bias, mask))
-    if has_dropout:
-        out, _ = averaging_attention(
-            query, key, value, bias=bias, mask=mask, is_causal=is_causal, dropout_rate=dropout_rate,
-            dropout_key=dropout_rng, implementation=implementation,
+    query, key, value, bias, mask = (_with_one_batch(each, shape[:-3]) for each in (query, key, value, bias, mask))
+    if has_dropout and dropout_rng is not None:
+        queries, heads = shape[-3:-1]
+        leading = (1,) * (len(shape) - 2) if broadcast_dropout else (*shape[:-3], heads)
+        keep = jax.random.bernoulli(dropout_rng, 1 - dropout_rate, (*leading, queries, key.shape[1]))
+        lowest = None if mask is None else float(jnp.finfo(jnp.float32).min)
+        out: Any = attention(
+            query, key, value, bias=bias, mask=mask, mask_value=lowest, is_causal=is_causal,
+            dropout_mask=_with_one_batch(keep, shape[:-3]), dropout_rate=dropout_rate, implementation=implementation,
         )  # fmt: skip
     else:
         out = dot_product_attention(query, key, value, bias, mask, is_causal=is_causal, implementation=implementation)
     return out.reshape(shape)
 
 
-def _with_one_batch(array: jax.Array | None, rank: int) -> Any:
-    """Reshapes (batch..., a, b, c) of the given rank to (batch, a, b, c); missing batch axes get size 1."""
+def _with_one_batch(array: jax.Array | None, batch: tuple[int, ...]) -> Any:
+    """Reshapes (batch..., a, b, c) to (batch, a, b, c), or to (1, a, b, c) where no batch axis is longer than 1."""
     if array is None:
         return None
-    array = array.reshape((1,) * (rank - array.ndim) + array.shape)
+    array = array.reshape((1,) * (len(batch) + 3 - array.ndim) + array.shape)
+    if any(size > 1 for size in array.shape[:-3]):
+        array = jnp.broadcast_to(array, (*batch, *array.shape[-3:]))
     return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
 
 

@@ -252,7 +252,7 @@ def test_differentiated_functions_are_told(fused, invoke):
         ("blok", [], "no 'blok' in fused_model; did you mean 'block'"),
         ("near", [*ROWS], "Give one --shape "),
         ("near", [*ROWS, *SCALE, "--ops", "rms"], "fuse: no operation 'rms'; ops are among"),
-        ("near", [*ROWS, *SCALE, "--allow", "all"], "unknown --allow 'all'; there are rounding, empty_rows"),
+        ("near", [*ROWS, *SCALE, "--allow", "all"], "unknown --allow 'all'; there are rounding"),
         ("near", [*ROWS, *SCALE, "--target", "h2000"], "h2000"),
         ("near", [*ROWS, "--shape", "f32[256"], "expected --shape as"),
         ("layer", ["--shape", "f32[8,256]"], "have --args return the module, and --fn take it as an argument"),

@@ -175,7 +175,8 @@ def _mask(choose: Choices) -> tuple[Callable[[int, jax.Array], jax.Array | None]
 def _softmax(choose: Choices) -> Callable[[jax.Array, jax.Array], jax.Array]:
     mask, is_full = _mask(choose)
     # A row of nothing but -inf is NaN in the program, and zeros in softmax and attention: docs/fuse.md says so.
-    hidden = choose("hidden", -1e30, 0.0, -5.0, *([-jnp.inf] if is_full else []))
+    hidden = choose("hidden", -1e30, 0.0, -5.0, -1e4, -1e38, *([-jnp.inf] if is_full else []))
+    hides = choose("hides", "choice", "opposite", "sum", "sum of opposite", likely=0.5)
     axis, of = choose("axis", -1, -2, likely=0.8), choose("maximum over", "axis", "other", "none", likely=0.7)
     scale, scaled = choose("scale", *SCALES), choose("scaled", "before", "after", likely=0.7)
     by_hand = choose("by hand", False, True)
@@ -184,7 +185,13 @@ def _softmax(choose: Choices) -> Callable[[jax.Array, jax.Array], jax.Array]:
     def softmax(scores: jax.Array, given: jax.Array) -> jax.Array:
         scores = scores * scale if scaled == "before" else scores
         seen = mask(scores.shape[-1], given)
-        scores = scores if seen is None else jnp.where(seen, scores, hidden)
+        if seen is not None:
+            scores = {
+                "choice": lambda: jnp.where(seen, scores, hidden),
+                "opposite": lambda: jnp.where(~seen, hidden, scores),
+                "sum": lambda: scores + jnp.where(seen, 0, hidden).astype(scores.dtype),
+                "sum of opposite": lambda: scores + jnp.where(~seen, hidden, 0).astype(scores.dtype),
+            }[hides]()
         scores = scores * abs(scale) if scaled == "after" else scores
         if not by_hand:
             return jax.nn.softmax(scores, axis)
@@ -204,9 +211,32 @@ def softmaxes(draw: Callable[..., Any]) -> Program:
     return choose.program(softmax, _random((3, SIZE, SIZE)), _random((SIZE, SIZE), seed=1) > 0)
 
 
+def _dropout(choose: Choices) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    form = choose("drops", "nothing", "choice", "opposite", "product", "one minus", "a number", "late", likely=0.3)
+    kept, of = choose("kept", 0.75, 0.5, 1.0, 2.0, -0.5, likely=0.7), choose("mask of", "all", "rows", "queries")
+    axes = choose("mask's axes", None, (0, 1, 3, 2), (1, 0, 2, 3), likely=0.7)
+    part = {"all": slice(None), "rows": slice(0, 1), "queries": (slice(0, 1), slice(0, 1))}[of]
+
+    def dropped(weights: jax.Array, masks: jax.Array) -> jax.Array:
+        keep = masks[part] if axes is None else masks[part].transpose(axes)
+        share = keep.astype(weights.dtype)
+        return {
+            "nothing": lambda: weights,
+            "choice": lambda: jnp.where(keep, weights / kept, 0),
+            "opposite": lambda: jnp.where(keep, 0, weights * (1 / kept)),
+            "product": lambda: weights * (share / kept),
+            "one minus": lambda: (1 - share) * weights / kept,
+            "a number": lambda: jnp.where(keep, weights / kept, 0.125),
+            "late": lambda: jnp.where(keep, weights, 0) / kept,
+        }[form]()
+
+    return dropped
+
+
 def attentions(draw: Callable[..., Any]) -> Program:
     """Products around a softmax, of arrays whose axes are all equally long."""
     choose = Choices(draw, "attention")
+    dtype = choose("dtype", jnp.float32, jnp.bfloat16)
     softmax = _softmax(choose)
     first = choose(
         "scores", "bqhd,bkhd->bhqk", "bqhd,bkhd->bhkq", "bhqd,bhkd->bhqk", "bqhd,bkdh->bhqk", "bqhd,bhkd->bhqk",
@@ -219,20 +249,29 @@ def attentions(draw: Callable[..., Any]) -> Program:
     operands = choose("operands", (0, 1, 2), (0, 1, 1), (1, 0, 2), (0, 2, 1), (0, 0, 0), likely=0.5)
     repeats = choose("repeats", "none", "repeat", "tile")
     cap = choose("cap", None, 2.0, likely=0.7)
+    biases = choose("biases", 0, 1, 2, likely=0.5)
+    dropped, casts = _dropout(choose), choose("casts", "none", "scores", "weights", "dropped")
     extra = choose("extra", None, 0, likely=0.8)
 
-    def fn(a: jax.Array, b: jax.Array, c: jax.Array, given: jax.Array) -> Any:
+    def fn(a: jax.Array, b: jax.Array, c: jax.Array, given: jax.Array, masks: jax.Array, bias: jax.Array) -> Any:
         if repeats != "none":
             spread = jnp.repeat if repeats == "repeat" else lambda x, n, axis: jnp.tile(x, (1, 1, n, 1))
             b, c = spread(b[:, :, :2], 2, axis=2), spread(c[:, :, :2], 2, axis=2)
         q, k, v = ((a, b, c)[place] for place in operands)
         scores = jnp.einsum(first, q, k)
+        scores = wide(scores) if casts != "none" else scores
         scores = scores if cap is None else cap * jnp.tanh(scores / cap)
-        out = jnp.einsum(second, softmax(scores, given), v)
+        for each in (bias, bias[:1, :1].transpose(0, 1, 3, 2))[:biases]:
+            scores = scores + each.astype(scores.dtype)
+        scores = scores.astype(v.dtype) if casts == "scores" else scores
+        weights = softmax(scores, given)
+        weights = weights if casts == "dropped" else weights.astype(v.dtype)
+        out = jnp.einsum(second, dropped(weights, masks).astype(v.dtype), v)
         return out if extra is None else (out, scores)
 
-    a, b, c = (_random((4,) * 4, seed=k) for k in range(3))
-    return choose.program(fn, a, b, c, _random((4, 4), seed=3) > 0)
+    a, b, c = (_random((4,) * 4, dtype, seed=k) for k in range(3))
+    masks = _random((4,) * 4, seed=4) > -0.5
+    return choose.program(fn, a, b, c, _random((4, 4), seed=3) > 0, masks, _random((4,) * 4, seed=5))
 
 
 def ropes(draw: Callable[..., Any]) -> Program:

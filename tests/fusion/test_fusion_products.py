@@ -107,15 +107,7 @@ def hidden_by(number):
 )
 def test_attention_whose_hidden_scores_have_no_weight(sites, dtype, number):
     q, k = Q.astype(dtype), Q[::-1].astype(dtype)
-    assert sites(hidden_by(number), q, k, k, TRIL, allow={"empty_rows"}) == ["attention"]
-
-
-def test_hidden_scores_that_may_have_weight_are_told_and_nothing_else(sites):
-    reports = []
-    q = Q.astype(BF16)
-    sites(hidden_by(-1e4), q, q, q, TRIL, told=reports.append, allow={"empty_rows"})
-    reasons = [each.reason for each in reports[0].refused if each.operation == "attention"]
-    assert reasons == ["hidden scores are -9984, and only -65504 or less has no weight"]
+    assert sites(hidden_by(number), q, k, k, TRIL) == ["attention"]
 
 
 def heads_first(q, k, v):
@@ -196,7 +188,9 @@ def test_what_is_another_attention(sites, name):
 
 @pytest.mark.parametrize("seen", [~TRIL, jnp.tril(jnp.ones((16, 16), bool), 1), TRIL.T])
 def test_masks_that_are_not_causal(sites, seen):
-    assert "attention" not in sites(lambda q, k, v, m: attend(q, k, v, seen=m), Q, K, V, seen, checks=False)
+    reports = []
+    assert sites(lambda q, k, v: attend(q, k, v, seen=seen), Q, K, V, told=reports.append) == ["attention"]
+    assert reports[0].taken[0].options.keys() == {"scale", "mask_value"}
 
 
 def test_attention_of_nnx(sites):

@@ -48,10 +48,44 @@ def kept(key: jax.Array, x: jax.Array) -> jax.Array:
 
 
 ATTENTION: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
-    "two biases": (
-        lambda q, k, v, a, b: mixed(scores(q, k) + a + b, v),
-        (struct(1, HEADS, LENGTH, LENGTH, dtype=F32), struct(BATCH, 1, 1, LENGTH, dtype=F32)),
+    "three biases": (
+        lambda q, k, v, a, b, c: mixed(scores(q, k) + a + b + c, v),
+        (struct(1, HEADS, LENGTH, LENGTH, dtype=F32), *[struct(BATCH, 1, 1, LENGTH, dtype=F32)] * 2),
         "), which attention with a bias does not",
+    ),
+    "weights that are kept as they are": (
+        lambda q, k, v, keep: jnp.einsum(
+            "bhqk,bkhd->bqhd", jnp.where(keep, jax.nn.softmax(scores(q, k)), 0).astype(BF16), v
+        ),
+        (struct(BATCH, HEADS, LENGTH, LENGTH, dtype=jnp.bool_),),
+        "the weights that are kept are not scaled",
+    ),
+    "weights that are kept get smaller": (
+        lambda q, k, v, keep: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores(q, k)).astype(BF16) * keep * 0.5, v),
+        (struct(BATCH, HEADS, LENGTH, LENGTH, dtype=jnp.bool_),),
+        "the weights that are kept are divided by 2",
+    ),
+    "a gate for each head": (
+        lambda q, k, v, g: jnp.einsum(
+            "bhqk,bkhd->bqhd", (jax.nn.softmax(scores(q, k)) * g[:, None, None]).astype(BF16), v
+        ),
+        (struct(HEADS, dtype=F32),),
+        "also multiplies by an array (float32[8",
+    ),
+    "scores that are dropped": (
+        lambda q, k, v, keep: mixed(jnp.where(keep, scores(q, k) / 0.9, 0), v),
+        (struct(BATCH, HEADS, LENGTH, LENGTH, dtype=jnp.bool_),),
+        "hidden scores are 0, and those of attention are below 0",
+    ),
+    "scores times what dropout keeps": (
+        lambda q, k, v, keep: mixed(scores(q, k) * (keep / 0.9), v),
+        (struct(BATCH, HEADS, LENGTH, LENGTH, dtype=jnp.bool_),),
+        "also multiplies by an array",
+    ),
+    "an endless score": (
+        lambda q, k, v, seen: mixed(jnp.where(seen, scores(q, k), jnp.inf), v),
+        (struct(BATCH, 1, 1, LENGTH, dtype=jnp.bool_),),
+        "hidden scores are inf",
     ),
     "sigmoid attention": (
         lambda q, k, v, w: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.sigmoid(scores(q @ w, k @ w)).astype(BF16), v @ w),
@@ -105,31 +139,6 @@ def test_nearly_attention(name: str):
     assert not any(site.operation == "attention" for site in report.taken)
     (reason,) = [site.reason for site in report.refused if site.operation == "attention"]
     assert expected in reason
-
-
-@pytest.mark.parametrize("ops", [None, ["attention"]])
-def test_dropped_weights_are_told_with_and_without_the_softmax(ops: list[str] | None):
-    def fn(q, k, v, key):
-        weights = jax.nn.softmax(scores(q, k)).astype(BF16)
-        return jnp.einsum("bhqk,bkhd->bqhd", kept(key, weights), v)
-
-    report = reported(fn, HEADED, HEADED, HEADED, KEY, ops=ops)
-    (reason,) = [site.reason for site in report.refused if site.operation == "attention"]
-    assert "at random" in reason
-
-
-@pytest.mark.parametrize("order", ["bias first", "library"])
-def test_attention_takes_a_bias_and_a_mask(order: str):
-    def fn(q, k, v, bias, mask):
-        if order == "library":
-            return jax.nn.dot_product_attention(q, k, v, bias=bias, mask=mask)
-        logits = jnp.einsum("bqhd,bkhd->bhqk", q * SIZE**-0.5, k) + bias
-        return mixed(jnp.where(mask, logits, -1e9).astype(F32), v)
-
-    more = struct(1, HEADS, LENGTH, LENGTH), struct(BATCH, 1, 1, LENGTH, dtype=jnp.bool_)
-    report = reported(fn, HEADED, HEADED, HEADED, *more, allow={"empty_rows"})
-    assert [site.operation for site in report.taken] == ["attention"]
-    assert {"bias", "mask"} < report.taken[0].arrays.keys()
 
 
 def rms(x, scale, dtype: Any = F32, eps: float = 1e-6, axis: int = -1, length: int | None = None):

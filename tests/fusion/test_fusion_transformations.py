@@ -206,14 +206,15 @@ def test_what_is_taken_is_not_refused_as_something_else():
 
 
 def test_attention_around_a_taken_softmax_is_refused_with_the_reason():
-    def masked(x, mask):
-        return jax.nn.dot_product_attention(x, x, x, mask=mask, implementation="xla")
+    def kept(x, keep):
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", x, x)) * keep
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, x)
 
     reports = []
     arguments = jnp.ones((1, 8, 2, 16), jnp.bfloat16), jnp.ones((1, 2, 8, 8), bool)
-    jax.eval_shape(xlafuse.fuse(masked, report=reports.append), *arguments)
-    assert "attention" not in [each.operation for each in reports[0].taken]
-    assert any("empty_rows" in each.reason and each.operation == "attention" for each in reports[0].refused)
+    jax.eval_shape(xlafuse.fuse(kept, report=reports.append), *arguments)
+    assert [each.operation for each in reports[0].taken] == ["softmax"]
+    assert any("are not scaled" in each.reason and each.operation == "attention" for each in reports[0].refused)
 
 
 def test_bad_input():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -274,12 +275,24 @@ def test_dropout_of_attention():
     np.testing.assert_allclose(out, 1, atol=5 * np.sqrt(0.25 / 0.75 / 4096))
     np.testing.assert_array_equal(out, attend(broadcast_dropout=False))
     np.testing.assert_allclose(attend(deterministic=True), 1, rtol=1e-5)
-    expected = nnx.dot_product_attention(query, key, value, dropout_rate=0.25, dropout_rng=jax.random.key(0))
-    np.testing.assert_array_equal(attend(), expected)
-    with pytest.raises(NotImplementedError, match="pass broadcast_dropout=False"):
-        attend(implementation="mosaic")
     with pytest.raises(ValueError, match="pass dropout_rng"):
         attend(dropout_rng=None)
+
+
+@pytest.mark.parametrize("mask", [None, MASK])
+@pytest.mark.parametrize("shape", [(2, 6), (2, 3, 6)])
+@pytest.mark.parametrize("shared", [True, False])
+def test_dropout_draws_the_masks_of_flax(shared: bool, shape: tuple[int, ...], mask: Any):
+    query, key, value = (normal(*shape, HEADS, 8, seed=seed) for seed in range(3))
+    key, value = key[..., ::2, :], value[..., ::2, :]
+    mask = mask if mask is None else jnp.asarray(mask).reshape((2,) + (1,) * (len(shape) - 1) + (6, 6))
+    found, expected = (
+        function(
+            query, key, value, mask=mask, broadcast_dropout=shared, dropout_rate=0.25, dropout_rng=jax.random.key(1)
+        )
+        for function in (xlafuse.nnx.attention_fn, nnx.dot_product_attention)
+    )
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.filterwarnings("ignore:Using .Module.sow:DeprecationWarning")

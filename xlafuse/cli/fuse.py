@@ -33,7 +33,7 @@ class Request:
     ops: Annotated[tuple[str, ...], typer.Option(metavar="A,B,C", help="Operations to look for. Default: all.")] = ()
     skip: Annotated[tuple[str, ...], typer.Option(metavar="A,B,C", help="Operations to leave out.")] = ()
     allow: Annotated[
-        tuple[str, ...], typer.Option(metavar="A,B", help="Differences to accept: rounding, empty_rows.")
+        tuple[str, ...], typer.Option(metavar="A,B", help="Differences to accept: rounding. Default: none.")
     ] = ()
     target: Target = DEFAULT_TARGET
     compiles: Annotated[

@@ -25,7 +25,7 @@ from xlafuse.fusion.report import Report, make_report
 from xlafuse.fusion.spelling import Spelling
 from xlafuse.fusion.spellings import spellings
 
-ALLOWANCES = ("rounding", "empty_rows")
+ALLOWANCES = ("rounding",)
 _UNSEEN_SHARDINGS = (
     "A trace cannot see how jax.jit spreads arrays: if the program is compiled for several devices, XLA computes these "
     "sites, and a KernelWarning says so. Inside jax.shard_map kernels do."
@@ -71,8 +71,6 @@ def fuse[**P, T](
             the other sites.
         skip: operations to leave out, by name. Smaller operations may take their parts.
         allow: differences to accept. "rounding": the program rounds an intermediate value that the operation does not.
-            "empty_rows": where a mask hides a whole row of a softmax, the program gives equal weights and the operation
-            zeros.
         report: called with a `Report` each time the function is traced.
         verify: "numerics" also runs both programs on random arguments, at each trace, and raises where they differ.
 

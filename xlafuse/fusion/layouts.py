@@ -208,6 +208,24 @@ def _choice(ref: Ref, equation: Any) -> Ref | None:
     return operand(ref, 0) if choices == (False, True) else None
 
 
+def truth(ref: Ref, equation: Any) -> Ref | None:
+    """Returns the predicate behind numbers that are compared with 0: where it is False they are 0, else above 0.
+
+    Masks of numbers come to this: `mask != 0` and `mask > 0`.
+    """
+    if number(equation.inputs[1]) != 0:
+        return None
+    made = peel(operand(ref, 0))
+    while made.value.primitive == "convert_element_type" and made.value.dtype != np.bool_:
+        made = peel(operand(made, 0))
+    if made.value.dtype == np.bool_:
+        return made
+    if made.value.equation is None or made.value.primitive != "select_n" or len(made.value.equation.inputs) != 3:
+        return None
+    off, on = (number_of(operand(made, place)) for place in (1, 2))
+    return operand(made, 0) if off == 0 and on is not None and on > 0 else None
+
+
 def _stop_gradient(ref: Ref, equation: Any) -> Ref | None:
     """Looks through `stop_gradient` of a maximum: what a softmax subtracts has no gradient anyway."""
     inner = peel(operand(ref, 0))
@@ -235,6 +253,8 @@ RULES: dict[str, Callable[[Ref, Any], Ref | None]] = {
     "and": _without((0, True), (1, True)),
     "or": _without((0, False), (1, False)),
     "select_n": _choice,
+    "ne": truth,
+    "gt": truth,
     "gather": _gather,
     "stop_gradient": _stop_gradient,
 }

@@ -18,7 +18,7 @@ import numpy as np
 from xlafuse.fusion.binding import Binding, bind
 from xlafuse.fusion.graph import Graph, Value
 from xlafuse.fusion.indices import Index
-from xlafuse.fusion.layouts import Ref, element, number_of, peel, peeled
+from xlafuse.fusion.layouts import Ref, element, number_of, operand, peel, peeled
 from xlafuse.fusion.terms import Head, expand, head, narrowed
 from xlafuse.fusion.words import listed, noun
 
@@ -155,7 +155,8 @@ class Matcher:
             yield from self._heads(wanted, found, so_far)
 
     def _heads(self, wanted: Ref, found: Ref, so_far: Match) -> Iterator[Match]:
-        mine, other = head(wanted), head(found)
+        looks = not self._chooses_by_input(wanted)
+        mine, other = head(wanted, opposites=looks), head(found, opposites=looks)
         if mine is None or other is None or mine.kind != other.kind:
             return self._fail(found, self._no_place(wanted, found))
         if mine.kind == "dot_general" and _is_narrower(mine, other):
@@ -203,6 +204,10 @@ class Matcher:
                 yield from self._all([ref for ref, _ in mine.parts], parts[::-1] if swapped else parts, inside)
         self._fitted -= 1
         return None
+
+    def _chooses_by_input(self, wanted: Ref) -> bool:
+        """Returns whether an array that is given decides a choice in a pattern, and is bound as the program has it."""
+        return wanted.value.primitive == "select_n" and peel(operand(wanted, 0)).value in self._inputs
 
     def _all(self, wanted: Sequence[Ref], found: Sequence[Ref], so_far: Match) -> Iterator[Match]:
         if not wanted:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xlafuse.fusion.plan import Plan
-from xlafuse.fusion.site import Refusal, Site
+from xlafuse.fusion.site import Refusal, Site, structs_of
 from xlafuse.fusion.sources import line_of
 from xlafuse.fusion.spellings import OF_GRADIENTS
 
@@ -118,9 +118,7 @@ def make_report(
 
 
 def _taken(site: Site, implementation: str, outside: str) -> SiteTaken:
-    shapes = {
-        name: f"{binding.value.dtype}[{','.join(map(str, binding.shape))}]" for name, binding in site.arrays.items()
-    }
+    shapes = {name: f"{each.dtype}[{','.join(map(str, each.shape))}]" for name, each in structs_of(site).items()}
     return SiteTaken(
         operation=site.operation,
         where=line_of(site.root, outside=outside),

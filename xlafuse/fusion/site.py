@@ -144,15 +144,20 @@ def implementation_of(site: Site) -> str | None:
 
 def choice_of(site: Site) -> Choice | None:
     """Returns what the operation takes here, and why not the others; None where it refuses the arguments."""
+    try:
+        return choice(site.call, structs_of(site))
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+
+
+def structs_of(site: Site) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of a site's arrays, as `call` is given them."""
     structs = {}
     for name, binding in site.arrays.items():
         keeps = name in site.broadcasting
         shape = tuple(1 if keeps and axis in binding.missing else size for axis, size in enumerate(binding.shape))
         structs[name] = jax.ShapeDtypeStruct(shape, binding.value.dtype)
-    try:
-        return choice(site.call, structs)
-    except (TypeError, ValueError, NotImplementedError):
-        return None
+    return structs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

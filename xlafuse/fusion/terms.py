@@ -15,7 +15,7 @@ import numpy as np
 
 from xlafuse.fusion.graph import Equation, Value, before, frozen
 from xlafuse.fusion.indices import ZERO, Index, Indices, split, variables
-from xlafuse.fusion.layouts import RULES, Ref, element, number, number_of, operand, peel, transposed
+from xlafuse.fusion.layouts import RULES, Ref, element, number, number_of, operand, peel, transposed, truth
 
 ELEMENTWISE = frozenset([
     "abs", "and", "ceil", "clamp", "complex", "convert_element_type", "cos", "eq", "erf", "erfc", "exp", "exp2",
@@ -182,13 +182,18 @@ def _cast_of_negated(ref: Ref) -> Ref | None:
 
 
 def _opposite(ref: Ref) -> Ref | None:
-    """Returns the opposite of a negated predicate, or of a comparison of integers as "<="; None for others."""
+    """Returns the opposite of a negated predicate, of one that is a number of 0 or 1, or of a comparison of integers.
+
+    None for others. That of a comparison is "<=".
+    """
     ref = peel(ref)
     equation = ref.value.equation
     if equation is None:
         return None
     if equation.primitive == "not":
         return operand(ref, 0)
+    if equation.primitive == "eq":
+        return truth(ref, equation)
     if equation.primitive not in ("lt", "gt") or not np.issubdtype(equation.inputs[0].dtype, np.integer):
         return None
     return Ref(_imagined(ref.value, "le", {}, swaps=equation.primitive == "lt"), ref.indices)
@@ -199,8 +204,11 @@ def _is_zero_or_one(ref: Ref) -> bool:
     return (number_of(operand(ref, 1)), number_of(operand(ref, 2))) == (0, 1)
 
 
-def head(ref: Ref) -> Head | None:
-    """Returns what computes a peeled element that is no sum or product; None for inputs."""
+def head(ref: Ref, *, opposites: bool = True) -> Head | None:
+    """Returns what computes a peeled element that is no sum or product; None for inputs.
+
+    opposites: whether a choice by `not p` is one by p with its operands swapped.
+    """
     value, equation = ref.value, ref.value.equation
     if (number := number_of(ref)) is not None:
         return Head("literal", value.dtype, number=float(number))
@@ -221,9 +229,10 @@ def head(ref: Ref) -> Head | None:
         swapped = _NEGATED[inner.value.primitive]
         parts = [(operand(inner, 0), 1), (operand(inner, 1), 1)]
         return Head(swapped[0], value.dtype, tuple(parts[::-1] if swapped[1] else parts))
-    if name == "select_n" and len(equation.inputs) == 3 and (other := _opposite(operand(ref, 0))) is not None:
+    is_choice = name == "select_n" and len(equation.inputs) == 3
+    if is_choice and opposites and (other := _opposite(operand(ref, 0))) is not None:
         return Head(name, value.dtype, ((other, 1), (operand(ref, 2), 1), (operand(ref, 1), 1)))
-    if name == "select_n" and len(equation.inputs) == 3 and _is_zero_or_one(ref):
+    if is_choice and _is_zero_or_one(ref):
         data = (("new_dtype", frozen(value.dtype)),)
         return Head("convert_element_type", value.dtype, ((operand(ref, 0), 1),), data=data)
     if name in _SWAPPED:

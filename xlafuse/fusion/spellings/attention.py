@@ -1,78 +1,92 @@
-"""Attention, in the spellings that `einsum`, `jax.nn.dot_product_attention` and Flax have."""
+"""Attention, in the spellings that `einsum`, `jax.nn.dot_product_attention`, Flax and others have."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from xlafuse.fusion.graph import Value, before
 from xlafuse.fusion.layouts import Ref, element, peel
 from xlafuse.fusion.spelling import Proposal, Spelling, wide
-from xlafuse.fusion.spellings.rows import HIDDEN, hidden_objection
-from xlafuse.fusion.terms import BY_ELEMENT, head
+from xlafuse.fusion.spellings.attention_forms import BIASES, OPPOSITES, REACH, THROUGH, Form, forms
+from xlafuse.fusion.spellings.rows import HIDDEN, LOWEST
+from xlafuse.fusion.terms import head
 
-_UNKNOWN = {"scale": 0.3217654321}
-_THROUGH = BY_ELEMENT | {"reduce_sum", "exp"}
-_REACH = 80  # random bits of dropout are between
-_CAPPED = {"softcap": 23.4567891, "ratio": 0.0137174213}  # ratio: scale / softcap, of which only that is seen
+_UNKNOWNS = {
+    "scale": 0.3217654321,
+    "softcap": 23.4567891,
+    "ratio": 0.0137174213,  # scale / softcap, of which only that is seen
+    "kept": 0.6180339887,
+    **HIDDEN,
+}
 
 
 def _attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    *,
-    scale: float = 1.0,
-    ratio: float = 1.0,
-    hidden: float = -jnp.inf,
-    softcap: float | None = None,
-    is_causal: bool = False,
-    scores_in: str = "wide",
-    result_in: str = "narrow",
-    over: str = "keys",
+    query: jax.Array, key: jax.Array, value: jax.Array, *, form: Form, over: str = "keys", **given: Any
 ) -> jax.Array:
-    """Computes `pallas_kernels.attention`.
+    """Computes `pallas_kernels.attention` in a form.
 
-    over: the axis of the softmax, "keys" or "queries".
-    scores_in: "wide", "narrow" (the product alone), "narrow scores" (all but the softmax), or
-        "all narrow".
+    given: the form's arrays, and the numbers `_UNKNOWNS`. over: the axis of the softmax, "keys" or "queries".
     """
     batch, queries, heads, size = query.shape
     keys, key_heads = key.shape[1:3]
     dtype, more = query.dtype, wide(query.dtype)
-    grouped = query.reshape(batch, queries, key_heads, heads // key_heads, size)
-    product_in = more if scores_in == "wide" else dtype
-    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=product_in)
-    scores = scores.astype(more) if scores_in == "narrow" else scores
-    scores = scores * jnp.asarray(scale, scores.dtype) if softcap is None else jnp.tanh(scores * ratio) * softcap
-    if bias is not None:
-        scores = scores + bias.reshape(batch, key_heads, heads // key_heads, queries, keys)
-    if is_causal:
-        seen = jnp.arange(keys) <= jnp.arange(queries)[:, None]
-        scores = jnp.where(seen, scores, jnp.asarray(hidden, scores.dtype))
-    if mask is not None:
-        mask = mask.reshape(batch, key_heads, heads // key_heads, queries, keys)
-        scores = jnp.where(mask, scores, jnp.asarray(hidden, scores.dtype))
-    scores = scores.astype(more) if scores_in == "narrow scores" else scores
-    weights = jax.nn.softmax(scores, axis=-2 if over == "queries" else -1).astype(dtype)
-    result_type = more if result_in == "wide" else dtype
-    out = jnp.einsum("bkgts,bskd->btkgd", weights, value, preferred_element_type=result_type)
+    of_heads = query.reshape(batch, queries, key_heads, heads // key_heads, size)
+    given |= {name: given[name].reshape(batch, key_heads, heads // key_heads, queries, keys) for name in form.arrays}
+    product_in = more if form.scores_in == "wide" else dtype
+    scores = jnp.einsum("btkgd,bskd->bkgts", of_heads, key, preferred_element_type=product_in)
+    scores = scores.astype(more) if form.scores_in == "narrow" else scores
+    if form.is_capped:
+        scores = jnp.tanh(scores * given["ratio"]) * given["softcap"]
+    else:
+        scores = scores * jnp.asarray(given["scale"], scores.dtype)
+    for name in BIASES:
+        scores = scores + given[name] if name in form.arrays else scores
+    if form.hides:
+        given |= {"mask": jnp.arange(keys) <= jnp.arange(queries)[:, None]} if form.is_causal else {}
+        hidden = jnp.asarray(given["hidden"], dtype if form.hides == "narrow sum" else scores.dtype)
+        if form.hides == "choice":
+            scores = _chosen("mask", given, scores, hidden)
+        else:
+            scores = scores + _chosen("mask", given, jnp.zeros_like(hidden), hidden).astype(scores.dtype)
+    scores = scores.astype(more) if form.scores_in == "narrow scores" else scores
+    weights = jax.nn.softmax(scores, axis=-2 if over == "queries" else -1)
+    if form.drops and jnp.dtype(form.drops_in).itemsize > 2:
+        weights = _dropped(weights, form, given).astype(dtype)
+    else:
+        weights = weights.astype(dtype)
+        weights = _dropped(weights, form, given) if form.drops else weights
+    out = jnp.einsum("bkgts,bskd->btkgd", weights, value, preferred_element_type=more if form.is_wide else dtype)
     return out.reshape(query.shape).astype(dtype)
 
 
+def _chosen(name: str, given: Mapping[str, Any], kept: jax.Array, other: jax.Array) -> jax.Array:
+    """Chooses by a mask, or by its opposite."""
+    return jnp.where(given[name], kept, other) if name in given else jnp.where(given[OPPOSITES[name]], other, kept)
+
+
+def _dropped(weights: jax.Array, form: Form, given: Mapping[str, Any]) -> jax.Array:
+    one, kept = (jnp.asarray(each, weights.dtype) for each in (1, given["kept"]))
+    first, last = (one, kept) if form.divides_late else (kept, one)
+    if form.drops == "choice":
+        return _chosen("dropout_mask", given, weights / first, jnp.zeros_like(one)) / last
+    opposite = OPPOSITES["dropout_mask"]
+    share = 1 - given[opposite].astype(one.dtype) if opposite in given else given["dropout_mask"].astype(one.dtype)
+    return weights * (share / first) / last
+
+
 @functools.lru_cache(maxsize=4096)
-def _roles(result: Value, *, is_softmax: bool = True) -> tuple[tuple[int, ...], int, int] | None:
+def _roles(result: Value, *, is_softmax: bool = True) -> tuple[tuple[int, ...], int, int, Value, Value] | None:
     """Returns the axes of (batch, queries, heads, size) in what may be attention, its keys, and its key heads.
 
-    The result may lack the axis of batches. is_softmax: whether the weights are exponentials, or other numbers made of
-    a product.
+    And the weights, and the product of weights and values. The result may lack the axis of batches. is_softmax: whether
+    the weights are exponentials, or other numbers made of a product.
     """
     if not jnp.issubdtype(result.dtype, jnp.floating) or len(result.shape) not in (3, 4):
         return None
@@ -86,7 +100,7 @@ def _roles(result: Value, *, is_softmax: bool = True) -> tuple[tuple[int, ...], 
     if product is None or not product.bound[0].digits:
         return None
     for weights, values in itertools.permutations([part for part, _ in product.parts]):
-        made_of = list(before(peel(weights).value, _THROUGH, _REACH))
+        made_of = list(before(peel(weights).value, THROUGH, REACH))
         if any(each.primitive == "exp" for each in made_of) != is_softmax:
             continue
         if not is_softmax and not any(map(_is_of_heads, made_of)):
@@ -108,7 +122,7 @@ def _roles(result: Value, *, is_softmax: bool = True) -> tuple[tuple[int, ...], 
         key_heads = 1
         for _, _, count in digits:
             key_heads *= count
-        return axes, product.bound[0].size, key_heads
+        return axes, product.bound[0].size, key_heads, peel(weights).value, ref.value
     return None
 
 
@@ -128,85 +142,101 @@ def _variables(ref: Ref) -> set[int]:
     return {variable for index in ref.indices for variable, _, _ in index.digits}
 
 
-def _attentions(result: Value, *, more: Mapping[str, Callable[[Any], Any]], **static: Any):
-    """Proposes the arguments. more: for a mask or a bias, its dtype as a function of the result's."""
+def _attentions(result: Value) -> Iterator[Proposal]:
+    """Proposes the arguments."""
     if (roles := _roles(result)) is None:
         return
-    axes, keys, key_heads = roles
+    axes, keys, key_heads, weights, product = roles
     shape = [result.shape[axis] for axis in axes]
     batch, queries, heads, size = shape if len(shape) == 4 else (1, *shape)
     order = tuple(axes.index(axis) for axis in range(len(axes)))
     if len(shape) == 3:
         order = (0, *(place + 1 for place in order))
-    if heads % key_heads or (static.get("is_causal") and queries == 1):
+    if heads % key_heads:
         return
     given = jax.ShapeDtypeStruct((batch, keys, key_heads, size), result.dtype)
-    arrays = {"query": jax.ShapeDtypeStruct((batch, queries, heads, size), result.dtype), "key": given, "value": given}
-    scores = (batch, heads, queries, keys)
-    arrays |= {name: jax.ShapeDtypeStruct(scores, dtype(result.dtype)) for name, dtype in more.items()}
-    yield Proposal(arrays=arrays, order=order, static=static)
+    own = {"query": jax.ShapeDtypeStruct((batch, queries, heads, size), result.dtype), "key": given, "value": given}
+    for form in forms(weights, is_wide=product.dtype.itemsize > result.dtype.itemsize):
+        if form.is_causal and queries == 1:
+            continue
+        added = result.dtype if form.scores_in in ("narrow scores", "all narrow") else wide(result.dtype)
+        dtypes = {name: added if name in BIASES else jnp.bool_ for name in form.arrays}
+        further = {name: jax.ShapeDtypeStruct((batch, heads, queries, keys), dtype) for name, dtype in dtypes.items()}
+        yield Proposal(arrays={**own, **further}, order=order, static={"form": form})
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
-    options = {name: each for name, each in given.items() if name not in ("hidden", "ratio")}
+    """Makes the options of a call of the form and the numbers found."""
+    form, options = given["form"], {name: given[name] for name in ("scale", "softcap") if name in given}
     if "ratio" in given:
         options["scale"] = float(f"{given['ratio'] * given['softcap']:.7g}")
+    options |= {"is_causal": True} if form.is_causal else {}
+    # A query sees itself in a causal mask: beside that, what is hidden by the lowest numbers has no weight.
+    if "hidden" in given and given["hidden"] > (LOWEST if form.is_causal else -jnp.inf):
+        options["mask_value"] = max(given["hidden"], float(np.finfo(np.float32).min))
+    if "kept" in given:
+        options["dropout_rate"] = float(f"{1 - _as_written(given['kept'], form.drops_in):.7g}")
     return options
 
 
-def _objection(numbers: Mapping[str, float]) -> str:
-    return hidden_objection(numbers) if numbers.get("softcap", 1.0) > 0 else f"the soft cap is {numbers['softcap']:g}"
+def _as_written(number: float, dtype: str) -> float:
+    """Returns the shortest decimal that a dtype rounds to a number; or whose reciprocal it does, if it has that one.
+
+    In bfloat16 it is 0.9 for 0.8984375, and for 1 / 1.109375.
+    """
+
+    def stored(each: float) -> float:
+        return float(np.asarray(each, jnp.dtype(dtype)))
+
+    powers = [power for power in (1, -1) if abs(stored(number**power) - number**power) < 1e-9] or [1, -1]
+    decimals = (float(f"{number:.{digits}g}") for digits in range(1, 10))
+    own = (each for each in decimals if any(stored(each**power) == stored(number**power) for power in powers))
+    return next(own, number)
 
 
-_EMPTY = "a query whose mask hides every key has the mean of all values in the program, and zeros in attention"
+def _arguments(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Makes the operation's arrays: one bias, and masks that are True where something is kept."""
+    made = {name: ~arrays[opposite] for name, opposite in OPPOSITES.items() if opposite in arrays}
+    if "another_bias" in arrays:
+        with jax.numpy_dtype_promotion("standard"):
+            made["bias"] = arrays["bias"] + arrays["another_bias"]
+    return {name: each for name, each in arrays.items() if name not in (*OPPOSITES.values(), "another_bias")} | made
+
+
+def _objection(numbers: Mapping[str, Any]) -> str:
+    if numbers.get("softcap", 1.0) <= 0:
+        return f"the soft cap is {numbers['softcap']:g}"
+    if not numbers.get("hidden", -1.0) < 0:
+        return f"hidden scores are {numbers['hidden']:g}, and those of attention are below 0"
+    if not 0 < (kept := numbers.get("kept", 0.5)) < 1:
+        scaled = "are not scaled" if kept == 1 else f"are divided by {kept:g}"
+        return f"the weights that are kept {scaled}, and attention divides them by 1 - dropout_rate, which is below 1"
+    return ""
 
 
 def _spellings() -> Iterator[Spelling]:
-    ways = (
-        ("wide", "narrow"),
-        ("narrow", "narrow"),
-        ("narrow scores", "narrow"),
-        ("all narrow", "narrow"),
-        ("wide", "wide"),
+    common: dict[str, Any] = {
+        "operation": "attention",
+        "propose": _attentions,
+        "needs": frozenset(("dot_general",)),
+        "unknowns": _UNKNOWNS,
+        "broadcasting": frozenset((*BIASES, *OPPOSITES, *OPPOSITES.values())),
+        "floating": frozenset(BIASES),
+        "objection": _objection,
+    }
+    yield Spelling(
+        function=_attend,
+        roots=frozenset(("dot_general", "transpose", "reshape", "convert_element_type")),
+        arguments=_options,
+        prepare=_arguments,
+        **common,
     )
-    for (scores_in, result_in), capped, hiding, biased in itertools.product(
-        ways, (True, False), ("causal", "mask", ""), (True, False)
-    ):
-        unknowns = {**(_CAPPED if capped else _UNKNOWN), **(HIDDEN if hiding else {})}
-        more: dict[str, Callable[[Any], Any]] = {"mask": lambda dtype: jnp.bool_} if hiding == "mask" else {}
-        if biased:
-            more["bias"] = jnp.dtype if scores_in in ("narrow scores", "all narrow") else wide
-        static = {"is_causal": True} if hiding == "causal" else {}
-        yield Spelling(
-            operation="attention",
-            function=functools.partial(_attend, scores_in=scores_in, result_in=result_in),
-            propose=functools.partial(_attentions, more=more, **static),
-            roots=frozenset(("dot_general", "transpose", "reshape", "convert_element_type")),
-            needs=frozenset(("dot_general",)),
-            unknowns=unknowns,
-            broadcasting=frozenset(("mask", "bias")),
-            floating=frozenset(("bias",)),
-            objection=_objection,
-            arguments=_options,
-            allowed_by="empty_rows" if hiding == "mask" else None,
-            difference=_EMPTY if hiding == "mask" else "",
-        )
-
-
-def _over_queries() -> Iterator[Spelling]:
-    """Yields attention whose softmax runs over the queries, which is refused."""
-    for scores_in, is_masked in itertools.product(("wide", "narrow", "narrow scores", "all narrow"), (True, False)):
-        more: dict[str, Callable[[Any], Any]] = {"mask": lambda dtype: jnp.bool_} if is_masked else {}
-        yield Spelling(
-            operation="attention",
-            function=functools.partial(_attend, scores_in=scores_in, over="queries"),
-            propose=functools.partial(_attentions, more=more),
-            roots=frozenset(("dot_general",)),
-            needs=frozenset(("dot_general",)),
-            unknowns={**_UNKNOWN, **(HIDDEN if is_masked else {})},
-            broadcasting=frozenset(("mask",)),
-            difference="its softmax runs over the queries, and that of attention over the keys",
-        )
+    yield Spelling(
+        function=functools.partial(_attend, over="queries"),
+        roots=frozenset(("dot_general",)),
+        difference="its softmax runs over the queries, and that of attention over the keys",
+        **common,
+    )
 
 
 def _mixed(weights: jax.Array, value: jax.Array) -> jax.Array:
@@ -221,7 +251,7 @@ def _weighted(result: Value) -> Iterator[Proposal]:
     """Proposes weights that are no softmax, and values, for the heads of several sequences."""
     roles = _roles(result, is_softmax=False)
     if roles is not None and len(result.shape) == 4:
-        axes, keys, key_heads = roles
+        axes, keys, key_heads, *_ = roles
         batch, queries, heads, size = (result.shape[axis] for axis in axes)
         weights = jax.ShapeDtypeStruct((batch, heads, queries, keys), result.dtype)
         value = jax.ShapeDtypeStruct((batch, keys, key_heads, size), result.dtype)
@@ -238,4 +268,4 @@ _NO_SOFTMAX = Spelling(
     difference="its weights are no softmax of the scores, and those of attention are",
 )
 
-SPELLINGS: tuple[Spelling, ...] = (*_spellings(), *_over_queries(), _NO_SOFTMAX)
+SPELLINGS: tuple[Spelling, ...] = (*_spellings(), _NO_SOFTMAX)

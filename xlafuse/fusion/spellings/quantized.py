@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops.quantized_linear.weight import GROUP_SIZES
-from xlafuse.fusion.graph import Value
+from xlafuse.fusion.graph import Value, before
 from xlafuse.fusion.spelling import Proposal, Spelling, is_narrow
+from xlafuse.fusion.terms import BY_ELEMENT
+
+_REACH = 40
 
 
 def _dequantized(
@@ -30,6 +33,12 @@ def _by_features(values: jax.Array, scales: jax.Array, *, group_size: int | None
     return (values.astype(scales.dtype) * scales).astype(dtype)
 
 
+@lru_cache(maxsize=4096)
+def _has_bytes(value: Value) -> bool:
+    """Returns whether a value is computed from numbers of 8 bits or fewer, so that patterns are traced for it."""
+    return any(each.dtype.itemsize == 1 and each.dtype != jnp.bool_ for each in before(value, BY_ELEMENT, _REACH))
+
+
 def _scaled_features(value: Value, *, scales_in: Any) -> Iterator[Proposal]:
     for each in _weights(value, scales_in=scales_in):
         if each.static["group_size"] is None:
@@ -38,7 +47,7 @@ def _scaled_features(value: Value, *, scales_in: Any) -> Iterator[Proposal]:
 
 
 def _weights(value: Value, *, scales_in: Any) -> Iterator[Proposal]:
-    if len(value.shape) != 2 or not is_narrow(value):
+    if len(value.shape) != 2 or not is_narrow(value) or not _has_bytes(value):
         return
     for order in ((0, 1), (1, 0)):
         features, outputs = (value.shape[axis] for axis in order)

@@ -167,12 +167,19 @@ def _causal_softmax(x: jax.Array, *, scale: float, hidden: float) -> jax.Array:
 
 
 HIDDEN = {"hidden": -54321.0}  # finite in float16, too
+LOWEST = float(jnp.finfo(jnp.float16).min)
+"""A hidden score that is not higher has no weight beside one that is not hidden."""
 
 
 def hidden_objection(numbers: Mapping[str, float]) -> str:
     """Returns why scores that a mask hides may have weights; "" where they are as low as float16's lowest number."""
-    hidden, lowest = numbers.get("hidden", -jnp.inf), float(jnp.finfo(jnp.float16).min)
-    return "" if hidden <= lowest else f"hidden scores are {hidden:g}, and only {lowest:g} or less has no weight"
+    hidden = numbers.get("hidden", -jnp.inf)
+    return "" if hidden <= LOWEST else f"hidden scores are {hidden:g}, and only {LOWEST:g} or less has no weight"
+
+
+def _finite_objection(numbers: Mapping[str, float]) -> str:
+    hidden = numbers.get("hidden", -jnp.inf)
+    return "" if hidden == -jnp.inf else f"hidden scores are {hidden:g}, and those that softmax masks are -inf"
 
 
 def given_options(given: dict[str, Any]) -> dict[str, Any]:
@@ -205,9 +212,7 @@ def _softmaxes() -> Iterator[Spelling]:
         function=_masked_softmax,
         propose=lambda value: _masks(value, jnp.bool_),
         broadcasting=frozenset(("mask",)),
-        allowed_by="empty_rows",
-        difference="a row whose mask hides everything has equal weights in the program, and zeros in softmax",
-        **masked,
+        **{**masked, "objection": _finite_objection},
     )
     added = {**masked, "unknowns": _SCALE, "broadcasting": frozenset(("mask",))}
     yield Spelling(
