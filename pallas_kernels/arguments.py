@@ -20,6 +20,8 @@ class Norm:
     epsilon: added to the mean square or variance; a non-negative Python number.
     mean_square: (...), floating, the mean square of each row of x, as `pallas_kernels.linear_residual_norm` returns it;
         None: the operation computes it. Only for "rms".
+    rounds_before_scale: whether the normalised rows are rounded before the scale, as in `pallas_kernels.rms_norm` and
+        `pallas_kernels.layer_norm`. A launch that computes norm and product of few rows rounds x times the scale alone.
     """
 
     scale: jax.Array | None
@@ -27,6 +29,7 @@ class Norm:
     kind: Literal["rms", "layer"] = field(default="rms", metadata={"static": True})
     epsilon: float = field(default=1e-6, metadata={"static": True})
     mean_square: jax.Array | None = None
+    rounds_before_scale: bool = field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

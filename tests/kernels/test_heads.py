@@ -148,3 +148,14 @@ def test_the_gradient_computes_no_product_again():
     backward = program(pullback, project(x, *weights))
     assert backward.count("mpmd_map[") == 1
     assert backward.count("dot_general[") == 4  # one for each weight, and one for x
+
+
+def test_a_scale_after_the_rounding_of_heads(seed):
+    x, identity = normal(seed, (40, 128), jnp.bfloat16), jnp.eye(128, dtype=jnp.bfloat16)
+    scale = (1 + 0.3 * normal(seed + 1, (128,))).astype(x.dtype)
+    norms = {f"{name}_norm": Norm(scale, rounds_before_scale=name == "q") for name in "qk"}
+    query, key, _ = qkv_projection(x, *[identity] * 3, head_size=128, **norms, implementation="mosaic")
+    for heads, rounds in ((query, True), (key, False)):  # the product is x as it is
+        expected = rms_norm_reference(x, scale, rounds_before_scale=rounds)
+        assert np.mean(np.asarray(heads[:, 0] == expected)) > 0.99, f"seed={seed}"
+    assert np.mean(np.asarray(query == key)) < 0.9

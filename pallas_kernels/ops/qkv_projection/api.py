@@ -110,6 +110,7 @@ def qkv_projection(
         size=head_size,
         theta=None if rope is None else float(rope.theta),
         epsilons=tuple(None if n is None else float(n.epsilon) for n in (q_norm, k_norm)),
+        rounds=tuple(n is not None and n.rounds_before_scale for n in (q_norm, k_norm)),
     )
     config = chosen_config(rows, weights, form)
 

@@ -30,12 +30,13 @@ class HeadForm:
     """The static parameters of the heads' norms and rotation.
 
     size: columns of a head, or None if heads are neither normalised nor rotated. theta: of the rotation, or None.
-    epsilons: of the norms of query and key heads, each None for no norm.
+    epsilons: of the norms of query and key heads, each None for no norm. rounds: their `rounds_before_scale`.
     """
 
     size: int | None = None
     theta: float | None = None
     epsilons: tuple[float | None, ...] = (None, None)
+    rounds: tuple[bool, ...] = (False, False)
 
     @property
     def is_normed(self) -> bool:

@@ -61,8 +61,14 @@ def qkv_projection_forward(
         return product(form, positions), (None, None)
     *projected, value = product(HeadForm(size=form.size), None)
     heads = [
-        HeadArray(array=array, scale=scale, epsilon=epsilon, is_rotated=form.theta is not None)
-        for array, scale, epsilon in zip(projected, head_scales, form.epsilons, strict=True)
+        HeadArray(
+            array=array,
+            scale=scale,
+            epsilon=epsilon,
+            rounds_before_scale=rounds,
+            is_rotated=form.theta is not None,
+        )
+        for array, scale, epsilon, rounds in zip(projected, head_scales, form.epsilons, form.rounds, strict=True)
     ]
     query, key = launch_heads(heads, positions, size=form.size, theta=form.theta, is_backward=False, name="qkv_heads")
     return (query.array, key.array, value), [None if each.epsilon is None else each.array for each in heads]

@@ -57,6 +57,6 @@ def _head_norm(norm: Norm | None, y: jax.Array) -> jax.Array:
     if norm is None:
         return y
     scale = jnp.ones(y.shape[-1:], jnp.float32) if norm.scale is None else norm.scale
-    normed = rms_norm_reference(y, scale, epsilon=norm.epsilon)
+    normed = rms_norm_reference(y, scale, epsilon=norm.epsilon, rounds_before_scale=norm.rounds_before_scale)
     assert isinstance(normed, jax.Array)
     return normed

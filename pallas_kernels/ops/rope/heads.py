@@ -52,7 +52,8 @@ class HeadArray:
 
     array: (rows, columns), forward the product, backward the cotangent.
     product: of array's shape and dtype; backward, with a norm.
-    scale: of the norm, (head size,), or None. epsilon: of the norm, or None for no norm.
+    scale: of the norm, (head size,), or None. epsilon: of the norm, or None for no norm. rounds_before_scale: whether
+        normalised heads are rounded before the scale.
     is_rotated: whether heads are rotated. has_bias: whether a backward launch sums the gradient over rows.
     """
 
@@ -60,6 +61,7 @@ class HeadArray:
     product: jax.Array | None = None
     scale: jax.Array | None = None
     epsilon: float | None = None
+    rounds_before_scale: bool = False
     is_rotated: bool = False
     has_bias: bool = False
 
@@ -166,6 +168,7 @@ def _plan(heads: Sequence[HeadArray], *, size: int, pairs: Pairs, is_backward: b
             index=i,
             heads=each.array.shape[1] // size,
             epsilon=each.epsilon,
+            rounds_before_scale=each.rounds_before_scale,
             is_rotated=each.is_rotated,
             has_scale=each.scale is not None,
             has_bias=each.has_bias,

@@ -34,6 +34,7 @@ class Part:
     index: int
     heads: int
     epsilon: float | None
+    rounds_before_scale: bool
     is_rotated: bool
     has_scale: bool
     has_bias: bool
@@ -176,7 +177,10 @@ class _Strip:
         (product,) = values
         if self.part.epsilon is not None:
             inverse = _over_columns(self._inverse(product, self.part.epsilon), self.plan.tile)
-            product = _scaled(_times(product, inverse), gain)
+            product = _times(product, inverse)
+            if self.part.rounds_before_scale:
+                product = _cast(_cast(product, self.plan.pairs.dtype), jnp.float32)
+            product = _scaled(product, gain)
         return _rotated(product, angles), None
 
     def _gradient(
