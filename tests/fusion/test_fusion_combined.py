@@ -28,6 +28,10 @@ def rms(x, scale=1.0, epsilon=1e-6):
     return (value * jax.lax.rsqrt(jnp.mean(value * value, -1, keepdims=True) + epsilon) * scale).astype(x.dtype)
 
 
+def rms_scaled_after_rounding(x, scale=1.0):
+    return rms(x) * jnp.asarray(scale).astype(x.dtype)
+
+
 def angles(x, positions, theta=5e5):
     half = x.shape[-1] // 2
     return positions.astype(wide(x).dtype)[..., None, None] * theta ** (-jnp.arange(half, dtype=wide(x).dtype) / half)
@@ -176,6 +180,16 @@ def test_products(sites, name):
     assert found == (["gated_linear", name] if name == "linear_residual_norm" else [name])
 
 
+def test_a_scale_after_the_rounding_in_front_of_products(sites):
+    def normed(x, w, s):
+        return rms_scaled_after_rounding(x, s) @ w
+
+    assert sites(normed, X, W, SCALE) == ["norm_linear"]
+    identity = jnp.eye(64, dtype=BF16)
+    np.testing.assert_array_equal(wide(xlafuse.fuse(normed)(X, identity, SCALE)), wide(normed(X, identity, SCALE)))
+    assert sites(lambda x, w, u, s: jax.nn.silu(normed(x, w, s)) * normed(x, u, s), X, W, UP, SCALE) == ["gated_linear"]
+
+
 def test_a_norm_that_others_read_stays_by_itself(sites):
     assert sites(lambda x, w, s: (rms(x, s) @ w, rms(x, s)), X, W, SCALE) == ["linear", "rms_norm"]
     assert sites(lambda x, w, u, s: (rms(x, s) @ w, rms(x, s) @ u), X, W, UP, SCALE) == ["linear", "linear", "rms_norm"]
@@ -196,7 +210,7 @@ def test_low_rank_of_another_input_is_left(sites):
     assert "lora_linear" not in sites(lambda x, y, w, u: x @ w + (y @ u[:, :4]) @ w[:4], X, X[::-1], W, UP)
 
 
-def block(rotate=None, biased=False, normed=False):
+def block(rotate=None, biased=False, normed=False, rms=rms):
     def fn(x, wq, wk, wv, s, head_scale, b, positions):
         h = rms(x, s)
         q, k, v = (h @ w + b[: w.shape[1]] if biased else h @ w for w in (wq, wk, wv))
@@ -209,7 +223,14 @@ def block(rotate=None, biased=False, normed=False):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"rotate": halves}, {"rotate": neighbours, "biased": True}, {"rotate": halves, "normed": True}]
+    "options",
+    [
+        {},
+        {"rotate": halves},
+        {"rotate": neighbours, "biased": True},
+        {"rotate": halves, "normed": True},
+        {"rotate": halves, "normed": True, "rms": rms_scaled_after_rounding},
+    ],
 )
 def test_qkv_projection(sites, options):
     reports = []

@@ -250,12 +250,11 @@ def _normed(product: Site, norm: Site, mean_square: Binding | None = None) -> Si
     if mean_square is not None:
         arrays["norm_mean_square"] = replace(mean_square, shape=x.shape[:-1])
     kind = "rms" if norm.operation == "rms_norm" else "layer"
-    default = 1e-6 if kind == "rms" else 1e-5
     return replace(
         product,
         operation="norm_linear" if product.operation == "linear" else product.operation,
         arrays=arrays,
-        prepare=Normed(kind, norm.options.get("epsilon", default), product.prepare),
+        prepare=Normed(kind, norm.options, product.prepare),
         covered=product.covered | norm.covered,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -39,8 +40,8 @@ def of_hidden(arrays: dict[str, Any], prepare: Any) -> dict[str, Any]:
 class Normed:
     """Gives a product its norm."""
 
-    def __init__(self, kind: Any, epsilon: float, prepare: Any):
-        self.options = {"kind": kind, "epsilon": epsilon}
+    def __init__(self, kind: Any, options: Mapping[str, Any], prepare: Any):
+        self.options = {"kind": kind, **options}
         self._prepare = prepare
 
     def __repr__(self) -> str:
@@ -54,14 +55,17 @@ class Normed:
 
 
 class Projection:
-    """Gives the products of query, key and value their biases, norms and rotation."""
+    """Gives the products of query, key and value their biases, norms and rotation.
 
-    def __init__(self, q_epsilon: float | None = None, k_epsilon: float | None = None, rope: Any = None):
-        self._epsilons = {"q": q_epsilon, "k": k_epsilon}
+    norms: the options of the norms of heads, by "q" and "k", None for no norm.
+    """
+
+    def __init__(self, norms: Mapping[str, Any], rope: Any = None):
+        self._norms = norms
         self._rope = rope
 
     def __repr__(self) -> str:
-        return f"{self._epsilons} {self._rope}"
+        return f"{self._norms} {self._rope}"
 
     def __call__(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Returns the operation's arguments for arrays by name."""
@@ -69,10 +73,10 @@ class Projection:
         biases = [arrays.pop(f"b_{name}", None) for name in "qkv"]
         if biases[0] is not None:
             more["bias"] = tuple(biases)
-        for name, epsilon in self._epsilons.items():
+        for name, options in self._norms.items():
             scale = arrays.pop(f"{name}_scale", None)
-            if epsilon is not None:
-                more[f"{name}_norm"] = Norm(scale, epsilon=epsilon)
+            if options is not None:
+                more[f"{name}_norm"] = Norm(scale, **options)
         if self._rope is not None:
             positions = arrays.pop("positions", None)
             options = dict(self._rope)

@@ -101,14 +101,11 @@ def _projection(
     if "bias" in roles[0].arrays:
         arrays |= {f"b_{name}": s.arrays["bias"] for name, s in zip("qkv", roles, strict=True)}
     options: dict[str, Any] = {"head_size": head_sizes.pop()} if head_sizes else {}
-    settings: dict[str, Any] = {}
     for name, norm in zip("qk", norms, strict=True):
-        if norm is not None:
-            settings[f"{name}_epsilon"] = norm.options.get("epsilon", 1e-6)
-            arrays |= {f"{name}_scale": norm.arrays["scale"]} if "scale" in norm.arrays else {}
+        if norm is not None and "scale" in norm.arrays:
+            arrays[f"{name}_scale"] = norm.arrays["scale"]
     if rope is not None:
         arrays |= {"positions": rope.arrays["positions"]} if "positions" in rope.arrays else {}
-        settings["rope"] = dict(rope.options)
     old = list(dict.fromkeys([*roles, *(s for own in heads for s in own)]))
     new = Site(
         operation="qkv_projection",
@@ -119,7 +116,10 @@ def _projection(
         covered=frozenset().union(*(s.covered for s in old)),
         shared=frozenset().union(*(s.shared for s in old)),
         broadcasting=frozenset(("positions",)),
-        prepare=Projection(**settings),
+        prepare=Projection(
+            norms={name: None if norm is None else norm.options for name, norm in zip("qk", norms, strict=True)},
+            rope=None if rope is None else dict(rope.options),
+        ),
     )
     return new, old
 
