@@ -35,14 +35,17 @@ class Norm:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rope:
-    """A rotary position embedding of a product's heads; see `pallas_kernels.rope`.
+    """A rotary position embedding of a product's heads; see `pallas_kernels.rope`. It has positions or both tables.
 
     positions: integers, one per row of x, (tokens,) or (batch, tokens), or a shape that broadcasts to that of the rows.
+    cos, sin: tables, (..., columns) or (..., 1, columns) for the rows' shape, or one that broadcasts to it.
     theta: the base of the frequencies, a positive Python number.
     interleaved: True: columns 2i and 2i + 1 of a head form a pair (GPT-J). False: columns i and i + size / 2 do
         (GPT-NeoX, Llama).
     """
 
-    positions: jax.Array
+    positions: jax.Array | None = None
     theta: float = field(default=10000.0, metadata={"static": True})
     interleaved: bool = field(default=False, metadata={"static": True})
+    cos: jax.Array | None = None
+    sin: jax.Array | None = None

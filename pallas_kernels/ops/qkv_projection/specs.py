@@ -23,6 +23,7 @@ from pallas_kernels.ops.qkv_projection.api import qkv_projection
 from pallas_kernels.ops.qkv_projection.config import HeadForm, candidates, tuned_key
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
+from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.spec_builders import as_taken, both_passes, traffic, variants
 from pallas_kernels.specs import Arguments, ArraySpec, OpSpec
 
@@ -72,7 +73,7 @@ def _form(called: Mapping[str, Any]) -> HeadForm:
     rope, norms = called.get("rope"), (called.get("q_norm"), called.get("k_norm"))
     return HeadForm(
         size=called["head_size"],
-        theta=None if rope is None else rope.theta,
+        is_rotated=rope is not None,
         epsilons=tuple(None if norm is None else norm.epsilon for norm in norms),
         rounds=tuple(norm is not None and norm.rounds_before_scale for norm in norms),
     )
@@ -88,7 +89,8 @@ def _forward(*, config, **arguments):
     called = _as_called(arguments)
     x, rope = called["x"], called.get("rope")
     rows, options = normed(x, called.get("norm"), config)
-    options["positions"] = None if rope is None else rope.positions.reshape(-1)
+    if rope is not None:
+        options["tables"] = angle_tables(rope.positions.reshape(-1), called["head_size"], rope.theta)
     options["head_scales"] = tuple(arguments.get(name) for name in _SCALES)
     options["biases"] = called.get("bias", (None,) * 3)
     weights = [called[name] for name in _WEIGHTS]
