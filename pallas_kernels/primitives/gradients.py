@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.primitives.gemm.config import choose_config, estimated_us
 from pallas_kernels.primitives.gemm.kernel import gemm
 from pallas_kernels.primitives.gemm.operands import FEWEST_OUTPUTS, padded_rows
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.row_tiles import has_whole_groups
+from pallas_kernels.specs import Static
 
 _MOST_MERGED_BYTES = 1 << 20
 """The most bytes of weight gradients whose products XLA may merge: 0.1 MB was faster merged, 6 MB slower."""
@@ -101,10 +102,40 @@ def is_faster_summed(rows: int, features: int, depth: int) -> bool:
 
 
 def differentiated_as(apart: Callable[..., Any], together: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `together` with the gradient of `apart`, which computes the same. Both take arrays, in trees."""
+    """Returns `together` with the gradient of `apart`, which computes the same. Both take arrays, in trees.
+
+    `apart` is differentiated by what the caller differentiates alone.
+    """
+
+    def forward(*arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+
+        def of_wanted(*own: Any) -> Any:
+            given = iter(own)
+            return apart(*structure.unflatten([next(given) if leaf.perturbed else leaf.value for leaf in leaves]))
+
+        result, pullback = jax.vjp(of_wanted, *(leaf.value for leaf in leaves if leaf.perturbed))
+        return result, (pullback, Static((structure, tuple(leaf.perturbed for leaf in leaves))))
+
+    def backward(saved: Any, cotangents: Any) -> Any:
+        pullback, (structure, wanted) = saved[0], saved[1].value
+        gradients = iter(pullback(instantiated(cotangents)))
+        return structure.unflatten([next(gradients) if each else None for each in wanted])
+
     function = jax.custom_vjp(together)
-    function.defvjp(partial(jax.vjp, apart), lambda pullback, cotangents: pullback(cotangents))
+    function.defvjp(forward, backward, symbolic_zeros=True)
     return function
+
+
+def instantiated(cotangents: Any) -> Any:
+    """Returns a tree of cotangents with arrays in place of symbolic zeros."""
+
+    def instantiate(leaf: Any) -> Any:
+        if not isinstance(leaf, SymbolicZero):
+            return leaf
+        return jnp.zeros(leaf.shape, leaf.dtype)  # pyright: ignore[reportArgumentType]
+
+    return jax.tree.map(instantiate, cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
 
 
 def with_backward(function: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:

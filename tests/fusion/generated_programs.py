@@ -80,7 +80,7 @@ def _norm(choose: Choices) -> Callable[..., Any]:
     squares = choose("square", "x*x", "x**2", "abs")
     root = choose("root", "rsqrt", "sqrt", "outside", likely=0.7)
     center = choose("center", "mean", "max", "rows' mean", likely=0.7)
-    weights = choose("scale", "columns", "rows", "1 +", "none", "late", likely=0.4)
+    weights = choose("scale", "columns", "rows", "1 +", "none", "late", "late, wide", likely=0.3)
     biased = choose("bias", "none", "columns", "rows", "before")
     count = choose("count", 0, 1, likely=0.8)
     extra = choose("extra", None, 0, 1, likely=0.8)
@@ -108,8 +108,8 @@ def _norm(choose: Choices) -> Callable[..., Any]:
         column, row = wide(scale) if casts else scale, wide(scale)[:, None] if casts else scale[:, None]
         b = wide(bias) if casts else bias
         normed = normed + b if biased == "before" else normed
-        if weights == "late":
-            result = normed.astype(x.dtype) * scale.astype(x.dtype)
+        if weights in ("late", "late, wide"):
+            result = normed.astype(x.dtype) * scale.astype(x.dtype if weights == "late" else wide(x).dtype)
         else:
             result = normed * {"columns": column, "rows": row, "1 +": 1 + column, "none": 1.0}[weights]
         result = result + {"columns": b, "rows": b[:, None]}[biased] if biased in ("columns", "rows") else result

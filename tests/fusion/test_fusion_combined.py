@@ -11,7 +11,6 @@ import pytest
 from rewriting import normal
 
 import xlafuse
-from xlafuse.fusion.spellings.rope import theta_of
 
 BF16 = jnp.bfloat16
 X, W = normal((2, 8, 64), BF16), normal((64, 64), BF16, 1) / 8
@@ -26,6 +25,10 @@ def wide(x):
 def rms(x, scale=1.0, epsilon=1e-6):
     value = wide(x)
     return (value * jax.lax.rsqrt(jnp.mean(value * value, -1, keepdims=True) + epsilon) * scale).astype(x.dtype)
+
+
+def rms_scaled_after_rounding(x, scale=1.0):
+    return rms(x) * jnp.asarray(scale).astype(x.dtype)
 
 
 def angles(x, positions, theta=5e5):
@@ -77,54 +80,68 @@ def test_rope(sites, rotate, dtype):
         return rotate(q, positions), rotate(k, positions)
 
     assert sites(fn, Q.astype(dtype), K.astype(dtype), POSITIONS, told=reports.append) == ["rope"]
-    options = reports[0].taken[0].options
-    assert options["interleaved"] == (rotate is neighbours)
-    assert options["theta"] == (10000.0 if rotate is neighbours else 5e5)
+    (site,) = reports[0].taken
+    assert site.options["interleaved"] == (rotate is neighbours)
+    assert {"query", "key", "cos", "sin"} <= site.arrays.keys()
     assert sites(fn, Q.astype(dtype), K.astype(dtype), POSITIONS[0]) == ["rope"]
 
 
-def test_rope_of_floating_positions(sites):
-    def fn(q, k):
-        positions = jnp.arange(8, dtype=wide(q).dtype) + 3
-        return halves(q, positions), halves(k, positions)
-
-    assert sites(fn, Q, K) == ["rope"]
-    assert sites(lambda q, k: (halves(q, jnp.arange(8) / 2), halves(k, jnp.arange(8) / 2)), Q, K) == []
+def _two_dimensional(x, positions):
+    frequency = 100.0 ** (-jnp.arange(4, dtype=wide(x).dtype) / 4)
+    both = jnp.stack([positions // 4, positions % 4], -1).astype(frequency.dtype)
+    angle = (both[..., None] * frequency).reshape(*positions.shape, 1, 8)
+    return _by_angles(x, angle)
 
 
-def test_the_base_of_frequencies_is_found_to_float32():
-    base = 50.0
-    for length, exponent in ((2, 4), (2, 2), (64, 64)):
-        frequency = np.asarray(1 / base ** (np.arange(length) / exponent), np.float32)
-        expected = base ** (length / exponent)
-        assert abs(theta_of(frequency) / expected - 1) < 1e-7 * length
-
-
-NOT_ROPE = {
-    "one array": lambda q, k, p: (halves(q, p), k),
-    "other positions": lambda q, k, p: (halves(q, p), halves(k, p + 1)),
-    "the other way round": lambda q, k, p: (halves(q, -p[..., ::-1]), halves(k, p)),
-    "frequencies of no one base": lambda q, k, p: tuple(_stretched(x, p) for x in (q, k)),
-    "halves become neighbours": lambda q, k, p: tuple(neighbours(halves(x, p), 0 * p)[..., ::-1] for x in (q, k)),
-}
+FREQUENCIES = jnp.asarray([1.0, 0.5, 0.4, 0.1, 0.05, 0.01, 0.005, 0.001])
 
 
 def _stretched(x, positions):
-    frequency = jnp.asarray([1.0, 0.5, 0.4, 0.1, 0.05, 0.01, 0.005, 0.001], wide(x).dtype)
-    angle = positions.astype(wide(x).dtype)[..., None, None] * frequency
-    a, b = jnp.split(x, 2, -1)
-    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1)
+    return _by_angles(x, positions.astype(wide(x).dtype)[..., None, None] * FREQUENCIES)
 
 
-@pytest.mark.parametrize("name", NOT_ROPE)
-def test_what_is_no_rope(sites, name):
-    assert "rope" not in sites(NOT_ROPE[name], Q, K, POSITIONS) or name == "halves become neighbours"
+def _scaled(x, positions):
+    angle = angles(x, positions)
+    return _by_angles(x, angle, 1.2)  # as YaRN scales cosines and sines
 
 
-def test_a_rotation_alone_is_refused_with_the_reason(sites):
+def _by_angles(x, angle, factor=1.0):
+    a, b = jnp.split(wide(x), 2, -1)
+    cosine, sine = factor * jnp.cos(angle), factor * jnp.sin(angle)
+    return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], -1).astype(x.dtype)
+
+
+def _by_complex_numbers(x, positions):
+    factors = jnp.exp(1j * angles(x, positions))
+    a, b = jnp.split(wide(x), 2, -1)
+    product = jax.lax.complex(a, b) * factors
+    return jnp.concatenate([product.real, product.imag], -1).astype(x.dtype)
+
+
+@pytest.mark.parametrize("rotate", [_two_dimensional, _stretched, _scaled, _by_complex_numbers])
+def test_rope_of_any_angles(sites, rotate):
+    assert sites(lambda q, k, p: (rotate(q, p), rotate(k, p)), Q, K, POSITIONS) == ["rope"]
+
+
+NOT_ALIKE = {
+    "one array": lambda q, k, p: (halves(q, p), k),
+    "other positions": lambda q, k, p: (halves(q, p), halves(k, p + 1)),
+    "other pairs": lambda q, k, p: (halves(q, p), neighbours(k, p)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ALIKE)
+def test_arrays_that_are_not_rotated_alike_have_calls_of_their_own(sites, name):
     reports = []
-    sites(halves, Q, POSITIONS, told=reports.append)
-    assert any(each.operation == "rope" and "together" in each.reason for each in reports[0].refused)
+    count = 1 if name == "one array" else 2
+    assert sites(NOT_ALIKE[name], Q, K, POSITIONS, told=reports.append) == ["rope"] * count
+    assert all("key" not in each.arrays for each in reports[0].taken)
+
+
+def _by_columns_of_pairs(x, cosine, sine):
+    value = wide(x)
+    turned = jnp.stack([-value[..., 1::2], value[..., 0::2]], -1).reshape(x.shape)
+    return (value * cosine + turned * sine).astype(x.dtype)
 
 
 def _by_pairs(x, cosine, sine):
@@ -140,24 +157,126 @@ def _by_halves(x, cosine, sine):
     return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], -1).astype(x.dtype)
 
 
-TABLE = normal((16, 16), seed=7)
+ROTATING = normal((16, 16), seed=7)
+READ = {"at": lambda t, p: t[p][:, :, None], "slice": lambda t, p: t[None, :8, None]}
 
 
-@pytest.mark.parametrize("rotate", [_by_columns, _by_pairs, _by_halves])
-@pytest.mark.parametrize("table", [TABLE, TABLE.astype(BF16)], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("read", [lambda t, p: t[p][:, :, None], lambda t, p: t[None, :8, None]], ids=["at", "slice"])
-def test_tables_of_a_rotation_are_refused_with_the_reason(sites, rotate, table, read):
+@pytest.mark.parametrize("rotate", [_by_columns, _by_columns_of_pairs, _by_pairs, _by_halves])
+@pytest.mark.parametrize("table", [ROTATING, ROTATING.astype(BF16)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("read", READ)
+def test_rope_by_tables(sites, rotate, table, read):
     def fn(q, k, positions, cosine, sine):
-        cosine, sine = read(cosine, positions), read(sine, positions)
+        cosine, sine = READ[read](cosine, positions), READ[read](sine, positions)
         return rotate(q, cosine, sine), rotate(k, cosine, sine)
 
     reports = []
     arrays = Q.astype(BF16), K.astype(BF16), POSITIONS, table, table[::-1]
-    assert sites(fn, *arrays, told=reports.append) == []
-    sites(lambda q, k, p: fn(q, k, p, table, table[::-1]), *arrays[:3], told=reports.append)
-    for report in reports:
-        assert [each.operation for each in report.refused] == ["rope"]
-        assert "come from tables" in report.refused[0].reason
+    assert sites(fn, *arrays, told=reports.append) == ["rope"]
+    assert sites(lambda q, k, p: fn(q, k, p, table, table[::-1]), *arrays[:3], checks=False) == ["rope"]
+    columns = 16 if "columns" in rotate.__name__ else 8
+    assert reports[0].taken[0].arrays["cos"].endswith(f",8,{columns}]")
+
+
+def test_tables_are_differentiated(sites):
+    def loss(q, k, cosine, sine):
+        rotated = (_by_halves(x, cosine[:, None], sine[:, None]) for x in (q, k))
+        return sum(jnp.sum(jnp.sin(each)) for each in rotated)
+
+    arrays = Q, K, ROTATING[:8], ROTATING[8:]
+    assert sites(loss, *arrays) == ["rope"]
+    every = (0, 1, 2, 3)
+    for one, other in zip(jax.grad(loss, every)(*arrays), jax.grad(xlafuse.fuse(loss), every)(*arrays), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def _turn(x, first, second, third, fourth, *, sign=1):
+    a, b = x[..., :8], x[..., 8:]
+    return jnp.concatenate([a * first - b * second, b * third + sign * a * fourth], -1)
+
+
+NO_ROTATION = {
+    "sign swapped": lambda x, c, s: _turn(x, c, s, c, s, sign=-1),
+    "cosine of another table": lambda x, c, s: _turn(x, c, s, c[:, ::-1], s),
+    "sine of another table": lambda x, c, s: _turn(x, c, s, c, c),
+    "cosine and sine exchanged once": lambda x, c, s: _turn(x, c, s, s, c),
+    "a table of heads and tokens": lambda x, c, s: _turn(
+        x, *[t[:, :, :1] * jnp.arange(4.0)[:, None] for t in (c, s, c, s)]
+    ),
+    "other halves": lambda x, c, s: _turn(jnp.concatenate([x[..., :8], x[..., :8]], -1), c, s, c, s),
+}
+
+
+@pytest.mark.parametrize("name", NO_ROTATION)
+def test_what_is_no_rotation(sites, name):
+    cosine, sine = (normal((2, 8, 1, 8), seed=seed) for seed in (7, 8))
+    assert "rope" not in sites(NO_ROTATION[name], Q, cosine, sine)
+
+
+@pytest.mark.parametrize("positions", [POSITIONS, POSITIONS[0]], ids=["of each", "shared"])
+def test_rope_of_a_key_without_heads(sites, positions):
+    def fn(q, k, p):
+        cosine, sine = jnp.cos(angles(q, p)), jnp.sin(angles(q, p))
+        return _by_halves(q, cosine, sine), _by_halves(k, cosine[..., 0, :], sine[..., 0, :])
+
+    reports = []
+    assert sites(fn, Q, K[:, :, 0], positions, told=reports.append) == ["rope"]
+    assert reports[0].taken[0].arrays["key"] == "float32[2,8,1,16]"
+    assert sites(lambda q, p: halves(q, p), Q[0], POSITIONS[0]) == ["rope"]  # without a batch
+
+
+PASSED_THROUGH = {
+    "joined": lambda x, p: jnp.concatenate([halves(x[..., :8], p), x[..., 8:]], -1),
+    "split": lambda x, p: (lambda own: jnp.concatenate([neighbours(own[0], p), own[1]], -1))(jnp.split(x, [8], -1)),
+    "all but two": lambda x, p: jnp.concatenate([rotate_half(x[..., :14], p), x[..., 14:]], -1),
+}
+
+
+@pytest.mark.parametrize("name", PASSED_THROUGH)
+def test_rope_of_the_first_columns(sites, name):
+    reports, rotate = [], PASSED_THROUGH[name]
+    assert sites(lambda q, k, p: (rotate(q, p), rotate(k, p)), Q, K, POSITIONS, told=reports.append) == ["rope"]
+    (site,) = reports[0].taken
+    assert site.options["rotated"] == (14 if name == "all but two" else 8)
+    assert site.arrays["query"] == "float32[2,8,4,16]"
+
+
+NOT_PASSED_THROUGH = {
+    "other columns": lambda x, p: jnp.concatenate([halves(x[..., :8], p), x[..., :8]], -1),
+    "the last columns rotated": lambda x, p: jnp.concatenate([x[..., :8], halves(x[..., 8:], p)], -1),
+    "of another array": lambda x, p: jnp.concatenate([halves(x[..., :8], p), x[::-1, ..., 8:]], -1),
+    "of another head": lambda x, p: jnp.concatenate([halves(x[..., :8], p), x[:, :, ::-1, 8:]], -1),
+    "some of the rest": lambda x, p: jnp.concatenate([halves(x[..., :8], p), x[..., 8:12]], -1),
+    "transposed": lambda x, p: (
+        lambda own: jnp.concatenate([halves(own[..., :8], p[:, :4]), own.swapaxes(1, 2)[..., 8:]], -1)
+    )(x.reshape(2, 8, 4, 16)[:, :4] * 1.5),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PASSED_THROUGH)
+def test_other_columns_beside_rotated_ones_are_left(sites, name):
+    reports = []
+    assert sites(NOT_PASSED_THROUGH[name], Q, POSITIONS, told=reports.append) == []
+    assert [each.operation for each in reports[0].refused] == ["rope"]
+    assert "some of an array's tokens or columns" in reports[0].refused[0].reason
+
+
+def test_a_rotation_of_some_tokens_is_left_and_one_of_joint_columns_taken(sites):
+    def later(x, p):
+        return jnp.concatenate([x[:, :2], halves(x[:, 2:], p[:, 2:])], 1)
+
+    assert sites(later, Q, POSITIONS) == []
+    joint = normal((2, 8, 96), seed=9)
+    assert sites(lambda y, p: halves(y[..., :64].reshape(2, 8, 4, 16), p), joint, POSITIONS) == ["rope"]
+    assert sites(lambda y, p: halves(y.reshape(2, 8, 3, 2, 16)[:, :, 1], p), joint, POSITIONS) == ["rope"]
+
+
+def test_rope_of_batches_after_heads(sites):
+    def fn(q, k, p):
+        q, k = q.swapaxes(1, 2), k.swapaxes(1, 2)
+        angle = angles(q, p)[:, :, 0][:, None]
+        return _by_angles(q, angle), _by_angles(k, angle)
+
+    assert sites(fn, Q, K, POSITIONS) == ["rope"]
 
 
 COMBINED = {
@@ -174,6 +293,16 @@ COMBINED = {
 def test_products(sites, name):
     found = sites(COMBINED[name], X, W, UP, SCALE, BIAS)
     assert found == (["gated_linear", name] if name == "linear_residual_norm" else [name])
+
+
+def test_a_scale_after_the_rounding_in_front_of_products(sites):
+    def normed(x, w, s):
+        return rms_scaled_after_rounding(x, s) @ w
+
+    assert sites(normed, X, W, SCALE) == ["norm_linear"]
+    identity = jnp.eye(64, dtype=BF16)
+    np.testing.assert_array_equal(wide(xlafuse.fuse(normed)(X, identity, SCALE)), wide(normed(X, identity, SCALE)))
+    assert sites(lambda x, w, u, s: jax.nn.silu(normed(x, w, s)) * normed(x, u, s), X, W, UP, SCALE) == ["gated_linear"]
 
 
 def test_a_norm_that_others_read_stays_by_itself(sites):
@@ -196,7 +325,7 @@ def test_low_rank_of_another_input_is_left(sites):
     assert "lora_linear" not in sites(lambda x, y, w, u: x @ w + (y @ u[:, :4]) @ w[:4], X, X[::-1], W, UP)
 
 
-def block(rotate=None, biased=False, normed=False):
+def block(rotate=None, biased=False, normed=False, rms=rms):
     def fn(x, wq, wk, wv, s, head_scale, b, positions):
         h = rms(x, s)
         q, k, v = (h @ w + b[: w.shape[1]] if biased else h @ w for w in (wq, wk, wv))
@@ -209,7 +338,14 @@ def block(rotate=None, biased=False, normed=False):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"rotate": halves}, {"rotate": neighbours, "biased": True}, {"rotate": halves, "normed": True}]
+    "options",
+    [
+        {},
+        {"rotate": halves},
+        {"rotate": neighbours, "biased": True},
+        {"rotate": halves, "normed": True},
+        {"rotate": halves, "normed": True, "rms": rms_scaled_after_rounding},
+    ],
 )
 def test_qkv_projection(sites, options):
     reports = []

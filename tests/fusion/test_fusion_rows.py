@@ -7,8 +7,11 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from rewriting import normal
+
+from xlafuse import fuse
 
 X = normal((4, 64), jnp.bfloat16)
 WIDE = normal((4, 64))
@@ -121,19 +124,89 @@ def test_what_is_no_layer_norm_with_scale_and_bias(sites, name):
     assert not any({"scale", "bias"} <= each.arrays.keys() for each in reports[0].taken)
 
 
-def test_a_scale_after_the_cast_is_refused_unless_allowed(sites):
-    def late(x, scale):
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale.astype(
-            x.dtype
-        )
+def rounded_rms(x, epsilon=1e-6):
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + epsilon)).astype(x.dtype)
 
+
+def rounded_layer(x, epsilon=1e-6):
+    wide = x.astype(jnp.float32)
+    mean = wide.mean(-1, keepdims=True)
+    return ((wide - mean) * jax.lax.rsqrt(wide.var(-1, keepdims=True) + epsilon)).astype(x.dtype)
+
+
+def rounded_layer_of_flax(x):
+    wide = x.astype(jnp.float32)
+    mean = wide.mean(-1, keepdims=True)
+    variance = jnp.maximum(0.0, jnp.mean(wide**2, -1, keepdims=True) - mean**2)
+    return ((wide - mean) * jax.lax.rsqrt(variance + 1e-6)).astype(x.dtype)
+
+
+SCALED_AFTER_ROUNDING = {
+    "in 16 bits": lambda x, s, b: rounded_rms(x) * s.astype(x.dtype),
+    "scale on the left, by division": lambda x, s, b: (
+        s.astype(x.dtype)
+        * (x / jnp.sqrt(jnp.mean(x.astype(jnp.float32) ** 2, -1, keepdims=True) + 1e-5)).astype(x.dtype)
+    ),
+    "in float32": lambda x, s, b: (rounded_rms(x) * s).astype(x.dtype),
+    "a narrow scale in float32": lambda x, s, b: (rounded_rms(x) * s.astype(x.dtype).astype(jnp.float32)).astype(
+        x.dtype
+    ),
+    "1 + scale in 16 bits": lambda x, s, b: rounded_rms(x) * (1 + s.astype(x.dtype)),
+    "1 + scale in float32": lambda x, s, b: rounded_rms(x) * (1.0 + s).astype(x.dtype)[None],
+    "layer": lambda x, s, b: rounded_layer(x) * s.astype(x.dtype) + b.astype(x.dtype),
+    "layer in float32": lambda x, s, b: (rounded_layer(x) * s + b).astype(x.dtype),
+    "layer of narrow parameters in float32": lambda x, s, b: (
+        rounded_layer(x) * s.astype(x.dtype).astype(jnp.float32) + b.astype(x.dtype).astype(jnp.float32)
+    ).astype(x.dtype),
+    "layer with a scale": lambda x, s, b: rounded_layer(x) * s.astype(x.dtype),
+    "layer with a bias": lambda x, s, b: (rounded_layer(x) + b).astype(x.dtype),
+    "variance of Flax": lambda x, s, b: rounded_layer_of_flax(x) * s.astype(x.dtype) + b.astype(x.dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", SCALED_AFTER_ROUNDING)
+def test_a_scale_after_the_rounding_has_the_same_bits(sites, name, dtype):
+    x, reports, fn = X.astype(dtype), [], SCALED_AFTER_ROUNDING[name]
+    operation = "layer_norm" if "layer" in name or "Flax" in name else "rms_norm"
+    assert sites(fn, x, SCALE, BIAS, told=reports.append) == [operation]
+    (site,) = reports[0].taken
+    assert site.options["rounds_before_scale"]
+    assert {"scale", "bias"} & site.arrays.keys()
+    np.testing.assert_array_equal(fuse(fn)(x, SCALE, BIAS).astype("float32"), fn(x, SCALE, BIAS).astype("float32"))
+
+
+NOT_SCALED_AFTER_ROUNDING = {
+    "rounded in front of the deviation": lambda x, s, b: (
+        x
+        * (jax.lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+        * s.astype(x.dtype)
+    ),
+    "rounded to another dtype": lambda x, s, b: (
+        rounded_rms(x.astype(jnp.float32)).astype("float16") * s.astype("float16")
+    ).astype(x.dtype),
+    "scale of rows": lambda x, s, b: rounded_rms(x) * s.astype(x.dtype)[:4, None],
+    "bias before the rounding": lambda x, s, b: (
+        (rounded_layer(x.astype(jnp.float32)) + b).astype(x.dtype) * s.astype(x.dtype)
+    ),
+    "rounded between a wide scale and the bias": lambda x, s, b: (
+        (rounded_layer(x) * s).astype(x.dtype) + b.astype(x.dtype)
+    ),
+    "rounded after the scale alone": lambda x, s, b: (
+        (rounded_layer(x.astype(jnp.float32)) * s).astype(x.dtype) + b.astype(x.dtype)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SCALED_AFTER_ROUNDING)
+def test_what_rounds_elsewhere_is_no_norm_with_scale_and_bias(sites, name):
     reports = []
-    assert sites(late, X, SCALE, told=reports.append) == ["rms_norm"]  # without the scale
-    assert reports[0].taken[0].arrays.keys() == {"x"}
-    assert [each.operation for each in reports[0].refused] == ["rms_norm"]
-    assert sites(late, X, SCALE, allow={"rounding"}, told=reports.append) == ["rms_norm"]
-    assert reports[1].taken[0].arrays.keys() == {"x", "scale"} and not reports[1].refused
+    sites(NOT_SCALED_AFTER_ROUNDING[name], X, SCALE, BIAS, told=reports.append)
+    for site in reports[0].taken:
+        is_layer = site.operation == "layer_norm"
+        assert not ({"scale", "bias"} if is_layer else {"scale"}) <= site.arrays.keys(), site.options
+        assert is_layer or "rounds_before_scale" not in site.options
 
 
 def test_a_value_used_elsewhere_keeps_its_equations(sites):

@@ -76,7 +76,7 @@ def test_flags_are_not_traced(name, call):
         (
             partial(OPS.qkv_projection, X, W, W, W, head_size=2, rope=OPS.Rope(None)),
             TypeError,
-            "positions must be an array, got None",
+            "rope must have positions, or both cos and sin",
         ),
         (
             partial(OPS.rope, HEADS[..., :0], HEADS[..., :0], POSITIONS),

@@ -13,6 +13,7 @@ from products import assert_close, normal, wide
 from pallas_kernels import Rope, qkv_projection, quantize
 from pallas_kernels.ops.qkv_projection.config import HeadForm, candidates
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward
+from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.few_rows.config import SPLIT_INTEGERS, FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
@@ -113,12 +114,6 @@ def test_integers_in_the_order_of_lanes(seed):
     assert_close(got, wide(x) @ wide(w.dequantized(jnp.float32)))
 
 
-def by_multiples(position, whole, fraction):
-    """Angles that are easily told apart; the operation's own are tested with it."""
-    angle = position.astype(jnp.float32) * (whole.astype(jnp.float32) + fraction)
-    return jnp.cos(angle), jnp.sin(angle)
-
-
 def normalised(x, scale):
     """Rounded where the kernel rounds: x times the scale."""
     factor = 1 / np.sqrt(np.mean(np.square(wide(x)), axis=1, keepdims=True) + 0.1)
@@ -151,9 +146,8 @@ def test_heads_of_weights_beside_each_other(name, seed):
     weights = [normal(seed + 1 + i, k, count * size) for i, count in enumerate(counts)]
     bias = [normal(seed + 5 + i, count * size) for i, count in enumerate(counts)]
     filled = [jnp.pad(part, (0, -part.size % config.columns)) for part in bias]
-    whole, fraction = jnp.arange(size // 2, dtype=jnp.int32) % 5, jnp.linspace(0.1, 0.9, size // 2)
-    positions = jnp.arange(3, 3 + m, dtype=jnp.int32)
-    rotation = Rotation(size=size, positions=positions, whole=whole, fraction=fraction, angles=by_multiples)
+    cos, sin = (normal(seed + 9 + i, m, size // 2, dtype=jnp.float32) for i in range(2))
+    rotation = Rotation(size=size, cos=cos, sin=sin)
     scale = normal(seed + 8, k)
     got = few_rows_product(
         x,
@@ -165,13 +159,12 @@ def test_heads_of_weights_beside_each_other(name, seed):
         config=config,
     )
     rows = normalised(x, scale) if is_normed else wide(x)
-    angle = wide(positions)[:, None, None] * (wide(whole) + wide(fraction))
     for i, (y, w, b) in enumerate(zip(got, weights, bias, strict=True)):
         assert y.shape == (m, w.shape[1])
         exact = rows @ wide(w) + wide(b)
         if i < 2:
             first, second = np.split(exact.reshape(m, -1, size), 2, axis=-1)
-            cosine, sine = np.cos(angle), np.sin(angle)
+            cosine, sine = wide(cos)[:, None], wide(sin)[:, None]
             pairs = [first * cosine - second * sine, second * cosine + first * sine]
             exact = np.concatenate(pairs, axis=-1).reshape(m, -1)
         assert_close(y, exact)
@@ -186,10 +179,7 @@ def test_weights_beside_each_other_without_heads(seed):
 
 def test_heads_lie_whole_in_tiles(seed):
     x, w = normal(seed, 8, 128), normal(seed + 1, 128, 128)
-    table = jnp.zeros(64)
-    rotation = Rotation(
-        size=128, positions=jnp.arange(8), whole=table.astype(jnp.int32), fraction=table, angles=by_multiples
-    )
+    rotation = Rotation(size=128, cos=jnp.ones((8, 64)), sin=jnp.zeros((8, 64)))
     with pytest.raises(ValueError, match="tiles of 64 columns do not hold whole heads of 128"):
         few_rows_product(x, [w, w], rotation=rotation, is_concatenated=True, config=FewRowsConfig(columns=64))
     with pytest.raises(ValueError, match="only weights beside each other are rotated"):
@@ -242,10 +232,10 @@ def test_projections_as_a_transposed_product(seed):
     got, _ = qkv_projection_forward(
         x,
         weights,
-        form=HeadForm(size=128, theta=500_000.0),
+        form=HeadForm(size=128, is_rotated=True),
         row_scale=scale,
         biases=bias,
-        positions=positions,
+        tables=angle_tables(positions, 128, 500_000.0),
         config=config,
     )
     exact = [array.astype(jnp.float32) for array in (x * scale[:, None].astype(x.dtype), *weights)]

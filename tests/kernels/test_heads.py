@@ -10,6 +10,7 @@ from draws import integers, normal
 
 from pallas_kernels import Norm, Rope, qkv_projection
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.ops.rope.heads import HeadArray, HeadsConfig, launch_heads
 from pallas_kernels.ops.rope.reference import rope_reference
 
@@ -83,10 +84,11 @@ def test_heads_and_their_gradients(rows, counts, size, dtype, normed, rotated, c
             for array, product, scale, is_normed in zip(given[:2], products[:2], scales, normed, strict=True)
         ]
 
-    launch = {"size": size, "theta": THETA if rotated else None, "name": "heads", "config": config}
+    launch = {"size": size, "name": "heads", "config": config}
+    tables = angle_tables(positions, size, THETA) if rotated else None
     values = [HeadArray(array=cotangents[2], has_bias=True)] if has_biases else []
-    got = launch_heads(arrays(products), positions, is_backward=False, **launch)
-    back = launch_heads([*arrays(cotangents, products), *values], positions, is_backward=True, **launch)
+    got = launch_heads(arrays(products), tables, is_backward=False, **launch)
+    back = launch_heads([*arrays(cotangents, products), *values], tables, is_backward=True, **launch)
     with jax.enable_x64(True):
         wide = [jnp.asarray(product, jnp.float64) for product in products[:2]]
 
@@ -148,3 +150,14 @@ def test_the_gradient_computes_no_product_again():
     backward = program(pullback, project(x, *weights))
     assert backward.count("mpmd_map[") == 1
     assert backward.count("dot_general[") == 4  # one for each weight, and one for x
+
+
+def test_a_scale_after_the_rounding_of_heads(seed):
+    x, identity = normal(seed, (40, 128), jnp.bfloat16), jnp.eye(128, dtype=jnp.bfloat16)
+    scale = (1 + 0.3 * normal(seed + 1, (128,))).astype(x.dtype)
+    norms = {f"{name}_norm": Norm(scale, rounds_before_scale=name == "q") for name in "qk"}
+    query, key, _ = qkv_projection(x, *[identity] * 3, head_size=128, **norms, implementation="mosaic")
+    for heads, rounds in ((query, True), (key, False)):  # the product is x as it is
+        expected = rms_norm_reference(x, scale, rounds_before_scale=rounds)
+        assert np.mean(np.asarray(heads[:, 0] == expected)) > 0.99, f"seed={seed}"
+    assert np.mean(np.asarray(query == key)) < 0.9

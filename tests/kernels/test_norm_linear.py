@@ -96,3 +96,21 @@ def test_mean_squares_of_few_rows():
     got = linear_residual_norm_forward(x, w, None, residual, config=FewRowsConfig(columns=64))
     for one, other in zip(got, linear_residual_norm(x, w, residual=residual, implementation="xla"), strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float64), np.asarray(other, np.float64), rtol=2**-7, atol=0.05)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("given", [False, True], ids=["computed", "given mean squares"])
+def test_a_scale_after_the_rounding_in_front_of_a_product(given):
+    x, identity = arrays(rows=72)[0], jnp.eye(128, dtype=jnp.bfloat16)  # whose product is the norm as it is
+    scale = (1 + 0.3 * normal(7, (128,))).astype(x.dtype)
+    mean_square = jnp.mean(x.astype(jnp.float32) ** 2, axis=-1) if given else None
+
+    def normed(rounds, implementation):
+        norm = Norm(scale, mean_square=mean_square, rounds_before_scale=rounds)
+        return np.asarray(norm_linear(x, identity, norm=norm, implementation=implementation), np.float32)
+
+    wide = x.astype(jnp.float32)
+    written = (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
+    for implementation in ("mosaic", "xla"):
+        assert np.mean(normed(True, implementation) == np.asarray(written, np.float32)) > 0.99
+        assert np.mean(normed(False, implementation) == np.asarray(written, np.float32)) < 0.9

@@ -12,8 +12,9 @@ from draws import normal
 
 import hlo_analysis
 from pallas_kernels import Norm, Rope, fold_scale, qkv_projection
+from pallas_kernels.ops.qkv_projection import api, mosaic_gpu
 from pallas_kernels.ops.qkv_projection import config as projection_config
-from pallas_kernels.ops.qkv_projection.mosaic_gpu import angle_table
+from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.gradients import weight_gradients
 
@@ -94,7 +95,7 @@ def test_the_gradient_rotates_back_without_a_launch_that_negates_positions():
 
 def test_angles_are_those_of_float64():
     positions = np.array([0, 1, 77, 131071, 2**31 - 1], np.int32)
-    cosine, sine = angle_table(jnp.asarray(positions), 128, 500_000.0)
+    cosine, sine = angle_tables(jnp.asarray(positions), 128, 500_000.0)
     exact = positions[:, None].astype(np.float64) * 500_000.0 ** (-np.arange(64) / 64)
     np.testing.assert_allclose(cosine, np.cos(exact), atol=3e-7)
     np.testing.assert_allclose(sine, np.sin(exact), atol=3e-7)
@@ -190,3 +191,47 @@ def test_xla_does_not_merge_the_gradients_of_the_weights():
 
     assert "concatenate" in opcodes(lambda x, dq, dk: (x.T @ dq, x.T @ dk))
     assert not {"concatenate", "slice", "copy"} & opcodes(lambda x, dq, dk: weight_gradients(x, (dq, dk)))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("config", ["many rows", "few rows"])
+@pytest.mark.parametrize("head_norm", [False, True])
+def test_tables_rotate_as_their_positions_do(config, head_norm, monkeypatch, seed):
+    if config == "few rows":
+        few = FewRowsConfig(columns=128, warpgroups=2)
+        monkeypatch.setattr(api, "chosen_config", lambda *_: few)
+        monkeypatch.setattr(mosaic_gpu, "chosen_config", lambda *_: few)
+    x, *weights = arrays(head_size=128)
+    x = x.reshape(2, 4, -1)
+    positions, norm = jnp.arange(4) + 3, Norm(1 + 0.2 * normal(seed, (128,))) if head_norm else None
+    cos, sin = angle_tables(positions, 128, 1e4)
+
+    def loss(x, rope, implementation):
+        found = qkv_projection(x, *weights, head_size=128, q_norm=norm, rope=rope, implementation=implementation)
+        return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in found), found
+
+    def both(rope, implementation="mosaic"):
+        return jax.tree.leaves(jax.value_and_grad(loss, has_aux=True)(x, rope, implementation))
+
+    for got, expected in zip(both(Rope(cos=cos, sin=sin)), both(Rope(positions)), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    own = {name: jnp.stack([table] * 2) for name, table in (("cos", cos), ("sin", sin))}
+    one, other = (
+        jax.grad(lambda tables, each=each: loss(x, Rope(**tables), each)[0])(own) for each in ("mosaic", "xla")
+    )
+    for name in own:
+        scale = float(jnp.abs(other[name]).max())
+        np.testing.assert_allclose(one[name], other[name], atol=0.05 * scale, err_msg=f"seed={seed}")
+
+
+@pytest.mark.parametrize(
+    ("rope", "error", "words"),
+    [
+        (Rope(), TypeError, "rope must have positions, or both cos and sin"),
+        (Rope(POSITIONS, cos=jnp.ones((8, 32)), sin=jnp.ones((8, 32))), TypeError, "positions, or both cos and sin"),
+        (Rope(cos=jnp.ones((7, 32)), sin=jnp.ones((8, 32))), ValueError, r"cos must be \(8, columns\)"),
+    ],
+)
+def test_tables_that_do_not_fit(rope, error, words):
+    with pytest.raises(error, match=words):
+        qkv_projection(*arrays(), head_size=64, rope=rope)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from draws import normal
 
-from pallas_kernels import rms_norm
+from pallas_kernels import layer_norm, rms_norm
 from pallas_kernels.ops._norms.backward import norm_backward
 from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape, ForwardConfig
 from pallas_kernels.ops._norms.forward import norm_forward
@@ -157,3 +157,32 @@ def test_pipelines_fit_in_shared_memory(features, itemsize):
             if config is not None:
                 block_bytes = config.steps * streams * features * itemsize + features * 4 + 1024
                 assert config.blocks_per_core * block_bytes <= 228 * 1024
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("operation", [rms_norm, layer_norm])
+def test_a_scale_after_the_rounding_has_the_bits_of_the_written_program(operation, dtype, scale_dtype, seed):
+    scale_dtype = dtype if scale_dtype == "bfloat16" else scale_dtype
+    x, (scale, bias) = rows(seed, 40, 256, dtype), (1 + 0.3 * rows(seed + 1, 2, 256)).astype(scale_dtype)
+    wide = x.astype("float32")
+    centered = wide - jnp.mean(wide, -1, keepdims=True) if operation is layer_norm else wide
+    normed = centered * jax.lax.rsqrt(jnp.mean(jnp.square(centered), -1, keepdims=True) + 1e-6)
+    shift = {"bias": bias} if operation is layer_norm else {}
+    written = (normed.astype(dtype) * scale + shift.get("bias", 0)).astype(dtype)
+
+    def share_of_equal(rounds):
+        y = operation(x, scale, **shift, rounds_before_scale=rounds, implementation="mosaic")
+        return np.mean(np.asarray(y, np.float32) == np.asarray(written, np.float32))
+
+    # Sums in another order may move a value over a tie, one in thousands.
+    assert share_of_equal(True) > 0.99
+    assert share_of_equal(False) < 0.9
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_rounding_before_the_scale_leaves_float32_as_it_is(seed):
+    x, scale = rows(seed, 3, 256), rows(seed + 1, 1, 256)[0]
+    one, other = (rms_norm(x, scale, rounds_before_scale=rounds, implementation="mosaic") for rounds in (True, False))
+    np.testing.assert_array_equal(one, other)

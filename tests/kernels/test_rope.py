@@ -82,3 +82,80 @@ def test_positions_that_a_batch_shares(sizes, dtype, interleaved, seed):
 def test_arguments_that_do_not_belong_together(key_shape, positions, error, message):
     with pytest.raises(error, match=message):
         rope(jnp.ones((1, 2, 3, 4)), jnp.ones(key_shape), positions)
+
+
+SHAPES = {"of tokens": (4, 8), "of a batch of one": (1, 4, 8), "of a head": (1, 4, 1, 8), "of one token": (1, 8)}
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tables_broadcast(shape, implementation, seed):
+    query, key = (normal(seed + n, (2, 4, n, 16)) for n in (3, 1))
+    cos, sin = (normal(seed + 5 + i, SHAPES[shape]) for i in range(2))
+    by_token = [table.reshape(-1, 8) for table in (cos, sin)]
+    every = [jnp.broadcast_to(table[None], (2, 4, 8)) for table in by_token]
+    run = partial(rope, query, key, implementation=implementation)
+    for got, expected in zip(run(cos=cos, sin=sin), run(cos=every[0], sin=every[1]), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(
+        rope(query, cos=cos, sin=sin, implementation=implementation), run(cos=cos, sin=sin)[0]
+    )
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_columns_that_are_not_rotated_are_as_they_were(interleaved, seed):
+    query = normal(seed, (1, 5, 2, 96), jnp.bfloat16)
+    positions, options = jnp.arange(5) * 100, {"interleaved": interleaved, "implementation": "mosaic"}
+    got = rope(query, positions=positions, rotated=32, **options)
+    np.testing.assert_array_equal(got[..., 32:], query[..., 32:])
+    np.testing.assert_array_equal(got[..., :32], rope(query[..., :32], positions=positions, **options))
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_tables_are_differentiated_by_xla(seed):
+    query, cos, sin = (normal(seed + i, shape) for i, shape in enumerate([(2, 4, 3, 32), (4, 16), (4, 16)]))
+
+    def loss(query, cos, sin, implementation):
+        return jnp.sum(jnp.sin(rope(query, cos=cos, sin=sin, implementation=implementation)))
+
+    def rotated(implementation):
+        return jax.make_jaxpr(jax.grad(lambda query: loss(query, cos, sin, implementation)))(query)
+
+    gradients = [jax.grad(loss, (0, 1, 2))(query, cos, sin, each) for each in ("mosaic", "xla")]
+    for got, expected in zip(*gradients, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5, err_msg=f"seed={seed}")
+    assert str(rotated("mosaic")).count("mpmd_map[") == 2  # forward and back, where tables are not differentiated
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({}, TypeError, "pass positions, or both cos and sin; got none of them"),
+        ({"cos": jnp.ones((2, 2))}, TypeError, "pass positions, or both cos and sin; got cos"),
+        (
+            {"positions": jnp.arange(2), "cos": jnp.ones((2, 2)), "sin": jnp.ones((2, 2))},
+            TypeError,
+            "got positions and",
+        ),
+        (
+            {"cos": jnp.ones((3, 2)), "sin": jnp.ones((3, 2))},
+            ValueError,
+            r"cos must be \(1, 2, columns\).*got \(3, 2\)",
+        ),
+        (
+            {"cos": jnp.ones((2, 3)), "sin": jnp.ones((2, 3))},
+            ValueError,
+            r"which are 2, one a pair, or 4; got \(2, 3\)",
+        ),
+        ({"cos": jnp.ones((2, 2)), "sin": jnp.ones((2, 4))}, ValueError, "as many columns"),
+        ({"cos": jnp.ones((1, 2, 3, 2)), "sin": jnp.ones((1, 2, 3, 2))}, ValueError, "an axis of one head"),
+        ({"cos": jnp.ones((2, 2), int), "sin": jnp.ones((2, 2))}, TypeError, "cos must be floating"),
+        ({"positions": jnp.arange(2), "rotated": 6}, ValueError, "from 2 to the head size 4, got 6"),
+        ({"positions": jnp.arange(2), "rotated": 3}, ValueError, "rotated must be even"),
+    ],
+)
+def test_tables_that_do_not_fit(given, error, message):
+    with pytest.raises(error, match=message):
+        rope(jnp.ones((1, 2, 3, 4)), **given)

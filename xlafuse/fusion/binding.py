@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from xlafuse.fusion.graph import Equation, Value
 from xlafuse.fusion.indices import ZERO, Index, merged
@@ -56,6 +55,18 @@ def is_whole(binding: Binding) -> bool:
     return whole and not is_permuted(binding.order) and not binding.missing
 
 
+def is_cut(binding: Binding) -> bool:
+    """Returns whether a binding has a part of an axis of its value, other than whole columns of several heads."""
+    parts = list(binding.parts)
+    for (_, _, size), length in zip(binding.places, binding.value.shape, strict=True):
+        own = [parts.pop(0)] if size and parts else []
+        while own and math.prod(own) < size:
+            own.append(parts.pop(0))
+        if size not in (0, length) and len(own) == 1:
+            return True
+    return False
+
+
 def order_of(binding: Binding) -> tuple[int, ...]:
     """Returns how a value's axes are transposed, where the argument is the whole value; () for anything else."""
     sizes = zip(binding.places, binding.value.shape, strict=True)
@@ -92,12 +103,6 @@ def laid_out(binding: Binding, array: Any, *, keeps_missing: bool) -> jax.Array:
     shape = tuple(1 if axis in binding.missing else size for axis, size in enumerate(binding.shape))
     array = array.reshape(shape)
     return array if keeps_missing or not binding.missing else jnp.broadcast_to(array, binding.shape)
-
-
-def constant_argument(binding: Binding, array: np.ndarray) -> np.ndarray:
-    """Makes an argument from a known array, with length 1 on axes along which it does not change."""
-    with jax.ensure_compile_time_eval():
-        return np.asarray(laid_out(binding, array, keeps_missing=True))
 
 
 def equations_between(value: Value, arguments: Any) -> set[Equation]:

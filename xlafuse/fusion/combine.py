@@ -13,14 +13,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from xlafuse.fusion.binding import Binding, is_permuted, is_whole, order_of
+from xlafuse.fusion.binding import Binding, is_cut, is_permuted, is_whole, order_of
 from xlafuse.fusion.combination import PARTS, PRODUCTS, Combination
 from xlafuse.fusion.dropout import is_dropped
 from xlafuse.fusion.graph import Equation, Graph, Value, depends_on
+from xlafuse.fusion.layouts import element, peel
 from xlafuse.fusion.odd_sizes import NAME as PADDED
-from xlafuse.fusion.prepare import Normed, of_hidden, with_positions, with_weight
+from xlafuse.fusion.prepare import Normed, of_hidden, with_weight
 from xlafuse.fusion.projection import project
 from xlafuse.fusion.schedule import is_acyclic
 from xlafuse.fusion.site import Refusal, Site
@@ -28,7 +28,7 @@ from xlafuse.fusion.streams import with_streams
 from xlafuse.fusion.worth import COPIES, with_gradients_only, worthwhile
 
 _NORMS = ("rms_norm", "layer_norm")
-_ALONE = "one array is rotated at a time, and rope rotates query and key together"
+_CUT = "it rotates some of an array's tokens or columns; a kernel would need copies of them"
 _DRAWN = "the operation draws its mask by a generator of its own, and other elements than the program's would be zero"
 
 
@@ -46,7 +46,7 @@ def combined(
     if not is_acyclic(graph, together):
         together = list(sites)
     refused = [
-        Refusal(operation="rope", value=site.results[0], reason=_ALONE)
+        Refusal(operation="rope", value=site.results[0], reason=_CUT)
         for site in together
         if site.operation == "rotation"
     ]
@@ -73,10 +73,12 @@ def _apply_rules(combination: Combination) -> None:
     for name, rule in (
         ("cross_entropy", _sum_losses),
         ("quantized_linear", _quantize),
+        ("rope", _pass_through),
         ("rope", _pair),
         ("linear", _add_before_norms),
         ("qkv_projection", project),
         ("linear_residual_norm", _give_mean_squares),
+        ("rope", _rotate),
         ("linear_cross_entropy", _take_logits),
         (None, _normalize),
     ):
@@ -135,9 +137,36 @@ def _quantize(combination: Combination, product: Site) -> None:
         combination.replace([product, weight], [new])
 
 
+def _pass_through(combination: Combination, rotation: Site) -> None:
+    """Takes in the last columns of heads, which are joined to the rotated ones as they are."""
+    result = rotation.results[0]
+    if rotation.operation != "rotation" or result in combination.returned or len(result.users) != 1:
+        return
+    (join,), x, rotated = result.users, rotation.arrays["x"], result.shape[-1]
+    if join.primitive != "concatenate" or join.params["dimension"] != len(result.shape) - 1 or len(join.inputs) != 2:
+        return
+    rest, size = join.inputs[1], join.outputs[0].shape[-1]
+    heads = replace(x, places=(*x.places[:-1], (0, 1, size)), parts=(*x.parts[:-1], size), shape=(*x.shape[:-1], size))
+    if join.inputs[0] is not result or x.places[-1] != (0, 1, rotated) or not is_whole(heads):
+        return
+    own = element(rest)
+    found = peel(own)
+    *others, last = own.indices
+    if found.value is not x.value or found.indices != (*others, replace(last, start=rotated)):
+        return
+    new = replace(
+        rotation,
+        arrays={**rotation.arrays, "x": heads},
+        results=join.outputs,
+        options={**rotation.options, "rotated": rotated},
+        covered=rotation.covered | {join},
+    )
+    combination.replace([rotation], [new])
+
+
 def _pair(combination: Combination, first: Site) -> None:
     """Makes `rope` of a rotation and a later one by the same angles."""
-    if first.operation != "rotation":
+    if first.operation != "rotation" or is_cut(first.arrays["x"]):
         return
     others = (site for site in combination.sites if site.operation == "rotation" and site is not first)
     later = sorted((site for site in others if site.root.index > first.root.index), key=lambda s: s.root.index)
@@ -147,21 +176,29 @@ def _pair(combination: Combination, first: Site) -> None:
     query, key = first, second
     if _is_key(combination, first) or (first.arrays["x"].shape[2] < second.arrays["x"].shape[2]):
         query, key = second, first
-    arrays = {"query": query.arrays["x"], "key": key.arrays["x"]}
-    arrays |= {"positions": query.arrays["positions"]} if "positions" in query.arrays else {}
-    new = Site(
-        operation="rope",
-        arrays=arrays,
-        options=query.options,
+    new = replace(
+        _rotation(query),
+        arrays={**_rotation(query).arrays, "key": key.arrays["x"]},
         results=(*query.results, *key.results),
         orders=(*query.orders, *key.orders),
         covered=query.covered | key.covered,
         shared=query.shared | key.shared,
-        broadcasting=frozenset(("positions",)),
-        prepare=with_positions,
     )
     if combination.accepts(new, []):
         combination.replace([first, second], [new])
+
+
+def _rotate(combination: Combination, rotation: Site) -> None:
+    """Makes `rope` of a rotation that has no other like it."""
+    if rotation.operation != "rotation" or is_cut(rotation.arrays["x"]):
+        return
+    if combination.accepts(new := _rotation(rotation), []):
+        combination.replace([rotation], [new])
+
+
+def _rotation(site: Site) -> Site:
+    arrays = {"query" if name == "x" else name: binding for name, binding in site.arrays.items()}
+    return replace(site, operation="rope", arrays=arrays)
 
 
 def _is_key(combination: Combination, rotation: Site) -> bool:
@@ -250,12 +287,11 @@ def _normed(product: Site, norm: Site, mean_square: Binding | None = None) -> Si
     if mean_square is not None:
         arrays["norm_mean_square"] = replace(mean_square, shape=x.shape[:-1])
     kind = "rms" if norm.operation == "rms_norm" else "layer"
-    default = 1e-6 if kind == "rms" else 1e-5
     return replace(
         product,
         operation="norm_linear" if product.operation == "linear" else product.operation,
         arrays=arrays,
-        prepare=Normed(kind, norm.options.get("epsilon", default), product.prepare),
+        prepare=Normed(kind, norm.options, product.prepare),
         covered=product.covered | norm.covered,
     )
 
@@ -312,8 +348,5 @@ def _some_rows(product: Site, result: Binding) -> Binding | None:
 
 def _rotate_alike(one: Site, other: Site) -> bool:
     shapes = [(*(site.arrays["x"].shape[axis] for axis in (0, 1, 3)), site.results[0].dtype) for site in (one, other)]
-    positions = [site.arrays.get("positions") for site in (one, other)]
-    if one.options.keys() != other.options.keys():
-        return False
-    same = all(np.array_equal(value, other.options[name]) for name, value in one.options.items())
-    return shapes[0] == shapes[1] and positions[0] == positions[1] and same
+    tables = [{name: each for name, each in site.arrays.items() if name != "x"} for site in (one, other)]
+    return shapes[0] == shapes[1] and tables[0] == tables[1] and one.options == other.options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,19 +18,6 @@ def with_weight(arrays: dict[str, Any], group_size: int | None) -> dict[str, Any
     return {**arrays, "w": QuantizedWeight(values=values, scales=scales, bits=8, group_size=group_size)}
 
 
-def with_positions(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Gives a rotation its positions in the shape that it takes."""
-    if "positions" not in arrays:
-        return arrays
-    return {**arrays, "positions": row_positions(arrays["positions"], arrays["query"].shape[1])}
-
-
-def row_positions(positions: Any, tokens: int) -> Any:
-    """Broadcasts positions to (batch, tokens), or to (tokens,) where the whole batch shares them."""
-    positions = jnp.broadcast_to(positions, (positions.shape[0], tokens))
-    return positions[0] if positions.shape[0] == 1 else positions
-
-
 def of_hidden(arrays: dict[str, Any], prepare: Any) -> dict[str, Any]:
     """Gives a loss of hidden states the labels that one of logits has."""
     logits = jax.ShapeDtypeStruct((*arrays["labels"].shape, arrays["w"].shape[1]), arrays["w"].dtype)
@@ -39,8 +27,8 @@ def of_hidden(arrays: dict[str, Any], prepare: Any) -> dict[str, Any]:
 class Normed:
     """Gives a product its norm."""
 
-    def __init__(self, kind: Any, epsilon: float, prepare: Any):
-        self.options = {"kind": kind, "epsilon": epsilon}
+    def __init__(self, kind: Any, options: Mapping[str, Any], prepare: Any):
+        self.options = {"kind": kind, **options}
         self._prepare = prepare
 
     def __repr__(self) -> str:
@@ -54,14 +42,19 @@ class Normed:
 
 
 class Projection:
-    """Gives the products of query, key and value their biases, norms and rotation."""
+    """Gives the products of query, key and value their biases, norms and rotation.
 
-    def __init__(self, q_epsilon: float | None = None, k_epsilon: float | None = None, rope: Any = None):
-        self._epsilons = {"q": q_epsilon, "k": k_epsilon}
+    norms: the options of the norms of heads, by "q" and "k", None for no norm. rope: the options of the rotation, or
+    None; tables: changes the arrays that it takes.
+    """
+
+    def __init__(self, norms: Mapping[str, Any], rope: Mapping[str, Any] | None, tables: Any):
+        self._norms = norms
         self._rope = rope
+        self._tables = tables
 
     def __repr__(self) -> str:
-        return f"{self._epsilons} {self._rope}"
+        return f"{self._norms} {self._rope} {self._tables}"
 
     def __call__(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Returns the operation's arguments for arrays by name."""
@@ -69,14 +62,11 @@ class Projection:
         biases = [arrays.pop(f"b_{name}", None) for name in "qkv"]
         if biases[0] is not None:
             more["bias"] = tuple(biases)
-        for name, epsilon in self._epsilons.items():
+        for name, options in self._norms.items():
             scale = arrays.pop(f"{name}_scale", None)
-            if epsilon is not None:
-                more[f"{name}_norm"] = Norm(scale, epsilon=epsilon)
+            if options is not None:
+                more[f"{name}_norm"] = Norm(scale, **options)
         if self._rope is not None:
-            positions = arrays.pop("positions", None)
-            options = dict(self._rope)
-            known = options.pop("positions", None)
-            positions = known if positions is None else row_positions(positions, arrays["x"].shape[1])
-            more["rope"] = Rope(positions=jnp.asarray(positions), **options)
+            arrays = arrays if self._tables is None else self._tables(arrays)
+            more["rope"] = Rope(cos=arrays.pop("cos"), sin=arrays.pop("sin"), **self._rope)
         return {**arrays, **more}

@@ -43,7 +43,7 @@ def _heads(combination: Combination, product: Site) -> tuple[Site, ...]:
             break
         if reader.operation == "rms_norm" and not found and set(reader.arrays) <= {"x", "scale"}:
             is_next = combination.producer_of(reader.arrays["x"]) is site
-        elif reader.operation == "rope":
+        elif reader.operation == "rope" and "key" in reader.arrays and "rotated" not in reader.options:
             is_next = any(combination.producer_of(reader.arrays[name]) is site for name in ("query", "key"))
         else:
             break
@@ -101,14 +101,11 @@ def _projection(
     if "bias" in roles[0].arrays:
         arrays |= {f"b_{name}": s.arrays["bias"] for name, s in zip("qkv", roles, strict=True)}
     options: dict[str, Any] = {"head_size": head_sizes.pop()} if head_sizes else {}
-    settings: dict[str, Any] = {}
     for name, norm in zip("qk", norms, strict=True):
-        if norm is not None:
-            settings[f"{name}_epsilon"] = norm.options.get("epsilon", 1e-6)
-            arrays |= {f"{name}_scale": norm.arrays["scale"]} if "scale" in norm.arrays else {}
+        if norm is not None and "scale" in norm.arrays:
+            arrays[f"{name}_scale"] = norm.arrays["scale"]
     if rope is not None:
-        arrays |= {"positions": rope.arrays["positions"]} if "positions" in rope.arrays else {}
-        settings["rope"] = dict(rope.options)
+        arrays |= {name: each for name, each in rope.arrays.items() if name not in ("query", "key")}
     old = list(dict.fromkeys([*roles, *(s for own in heads for s in own)]))
     new = Site(
         operation="qkv_projection",
@@ -118,8 +115,12 @@ def _projection(
         orders=tuple(_with_heads(order, value) for order, value in zip(orders, results, strict=True)),
         covered=frozenset().union(*(s.covered for s in old)),
         shared=frozenset().union(*(s.shared for s in old)),
-        broadcasting=frozenset(("positions",)),
-        prepare=Projection(**settings),
+        broadcasting=frozenset() if rope is None else rope.broadcasting,
+        prepare=Projection(
+            norms={name: None if norm is None else norm.options for name, norm in zip("qk", norms, strict=True)},
+            rope=None if rope is None else rope.options,
+            tables=None if rope is None else rope.prepare,
+        ),
     )
     return new, old
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from xlafuse.fusion.binding import Binding, constant_argument, equations_between, is_permuted, is_whole
-from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, build, constant, depends_on
+from xlafuse.fusion.binding import Binding, equations_between, is_permuted, is_whole
+from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, build, depends_on
 from xlafuse.fusion.match import Failure, Match, Matcher, Pattern
 from xlafuse.fusion.near import computes_wide, nearest
 from xlafuse.fusion.repeats import Repeats
@@ -93,14 +93,12 @@ class Search:
                 self.attempts.setdefault((spelling.operation, value), []).append(attempt)
             return None
         covered = equations_between(value, match.arrays.values())
-        constants = _constants(spelling, match)
-        objection = self._objection(spelling, match) or (constants if isinstance(constants, str) else "")
-        if objection or isinstance(constants, str):
+        if objection := self._objection(spelling, match):
             refusal = Refusal(operation=spelling.operation, value=value, reason=objection, covered=frozenset(covered))
             self.disallowed.append(refusal)
             return None
         self.fitting.append(covered)
-        return _make_site(self._graph, spelling, value, proposal, match, constants, matcher)
+        return _make_site(self._graph, spelling, value, proposal, match, matcher)
 
     def _objection(self, spelling: Spelling, match: Match) -> str:
         """Returns why a match is refused; "" where it is not."""
@@ -161,34 +159,20 @@ def _pattern(spelling: Spelling, arrays: Any, static: Any, layout: Any, enable_x
     return Pattern(operation, build(closed.jaxpr), tuple(sorted(structs)), spelling.unknowns)
 
 
-def _constants(spelling: Spelling, match: Match) -> dict[str, Any] | str:
-    """Returns the options that known arrays become; the reason where an array is not known, or becomes none."""
-    options = {}
-    for name, (option, made) in spelling.constants.items():
-        binding = match.arrays[name]
-        known = constant(binding.value)
-        options[option] = None if known is None else made(constant_argument(binding, known))
-        if options[option] is None:
-            return spelling.unknown
-    return options
-
-
 def _make_site(
     graph: Graph,
     spelling: Spelling,
     value: Value,
     proposal: Proposal,
     match: Match,
-    constants: Mapping[str, Any],
     matcher: Matcher,
 ) -> Site:
     arrays = dict(match.arrays)
     for name in spelling.floating & arrays.keys():
         arrays[name] = _narrowest(arrays[name])
-    options = {**spelling.arguments({**proposal.static, **match.numbers}), **constants}
+    options = spelling.arguments({**proposal.static, **match.numbers})
     results, orders, shared = (value,), (proposal.order,), set()
-    covered = equations_between(value, [binding for name, binding in arrays.items() if name not in spelling.constants])
-    arrays = {name: binding for name, binding in arrays.items() if name not in spelling.constants}
+    covered = equations_between(value, arrays.values())
     if spelling.changed is not None:
         covered, shared = (own := _dependent(covered, arrays[spelling.changed].value)), covered - own
     if spelling.operation in ("rms_norm", "layer_norm") and (pair := _summands(arrays)) is not None:

@@ -123,10 +123,9 @@ def _with_stream(operation: str, arrays: Mapping[str, Any], options: Mapping[str
     def apart(arrays):
         norm, others = arrays["norm"], {name: each for name, each in arrays.items() if name != "norm"}
         bias = {} if norm.bias is None else {"bias": norm.bias}
+        given = {"epsilon": norm.epsilon, "rounds_before_scale": norm.rounds_before_scale, "returns_total": True}
         function = pallas_kernels.rms_norm if norm.kind == "rms" else pallas_kernels.layer_norm
-        others["x"], stream = function(
-            others["x"], norm.scale, **bias, returns_total=True, epsilon=norm.epsilon, implementation="mosaic"
-        )
+        others["x"], stream = function(others["x"], norm.scale, **bias, **given, implementation="mosaic")
         product = "linear" if operation == "norm_linear" else operation
         return *_results(product, others, {**options, "implementation": "mosaic"}), stream
 

@@ -41,9 +41,7 @@ class Spelling:
     negated: whether the function computes the negative of the operation.
     pieces: returns, for the length of the last axis, the (offset, stride) of each piece that the function returns.
     further: the number of results after those.
-    constants: for each array that must be known when the program is traced, the option that it becomes and a function
-        that makes this of it, or None where it is not possible. unknown: why such a site is refused.
-    changed: the array whose equations are the site's alone; those of other arrays, such as a table of angles or
+    changed: the array whose equations are the site's alone; those of other arrays, such as a table of cosines or
         indices, may serve several sites. None: all are.
     """
 
@@ -63,8 +61,6 @@ class Spelling:
     negated: bool = False
     pieces: Callable[[int], tuple[tuple[int, int], ...]] = lambda length: ((0, 1),)
     further: int = 0
-    constants: Mapping[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
-    unknown: str = ""
     changed: str | None = None
 
     @property

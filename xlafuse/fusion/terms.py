@@ -53,8 +53,8 @@ _NEAREST = 80
 def primitives_before(value: Value) -> frozenset[str]:
     """Returns the primitives that compute a value's elements, back to the nearest reductions and products.
 
-    "sqrt" stands for "rsqrt", too, "concatenate" for "stack", and "outer" for products that contract nothing. Only the
-    nearest 80 values are looked at.
+    "sqrt" stands for "rsqrt", too, "sub" for "neg", "concatenate" for "stack", and "outer" for products that contract
+    nothing. Only the nearest 80 values are looked at.
     """
     return frozenset(map(_canonical_name, before(value, BY_ELEMENT, _NEAREST)))
 
@@ -62,7 +62,7 @@ def primitives_before(value: Value) -> frozenset[str]:
 def _canonical_name(value: Value) -> str:
     if value.primitive == "dot_general" and value.equation is not None:
         return "dot_general" if value.equation.params["dimension_numbers"][0][0] else "outer"
-    return {"rsqrt": "sqrt", "stack": "concatenate"}.get(value.primitive, value.primitive)
+    return {"rsqrt": "sqrt", "neg": "sub", "stack": "concatenate"}.get(value.primitive, value.primitive)
 
 
 def expand(kind: str, ref: Ref) -> tuple[list[tuple[Ref, int]], float] | None:

@@ -94,18 +94,15 @@ def _load_gain(refs, columns, segments):
     return {name: load_columns(refs[name].at[columns], segments) for name in ("scale", "bias") if name in refs}
 
 
-def _store_output(row, refs, columns, segments, value, inverse, gain=None):
+def _store_output(norm, row, refs, columns, segments, value, inverse, gain=None):
     """Scales and stores a segment at a time, so that registers hold the scale and bias of only one.
 
     gain: the whole scale and bias if they have been read.
     """
     for i, (segment, part) in enumerate(zip(segments, value, strict=True)):
         own = {name: each[i : i + 1] for name, each in gain.items()} if gain else _load_gain(refs, columns, (segment,))
-        part *= inverse
-        if "scale" in own:
-            part *= own["scale"][0].astype(jnp.float32)
-        if "bias" in own:
-            part += own["bias"][0].astype(jnp.float32)
+        scale, bias = (own[name][0] if name in own else None for name in ("scale", "bias"))
+        part = norm.scaled(part * inverse, scale, bias, refs["y"].dtype)
         store_row(refs["y"].at[row, columns], (part,), (segment,))
 
 
@@ -132,7 +129,7 @@ def _whole_row(norm, x, config):
             value = center(value, (held.spread(statistics[-1]),))
         mean_squares = held.sum(map_row(jnp.square, value)) * (1.0 / features)
         statistics.insert(0, lax.rsqrt(mean_squares + norm.epsilon))
-        _store_output(row, refs, whole, segments, value, held.spread(statistics[0]), gain)
+        _store_output(norm, row, refs, whole, segments, value, held.spread(statistics[0]), gain)
         _store_statistics(refs, held, statistics)
 
     return body
@@ -159,7 +156,7 @@ def _chunked_row(norm, x, config):
         read = read_again if means else first_read
         (squares,) = chunks.sums(lambda *part: [map_row(jnp.square, read(*part))], 1)
         inverse = lax.rsqrt(squares * (1.0 / features) + norm.epsilon)
-        chunks.each(lambda columns, s: _store_output(row, refs, columns, s, read_again(columns, s), inverse))
+        chunks.each(lambda columns, s: _store_output(norm, row, refs, columns, s, read_again(columns, s), inverse))
         _store_statistics(refs, HeldRows(at=row, segments=chunks.segments), (inverse, *means))
 
     return body

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -27,11 +27,13 @@ class Norm:
     name: "rms_norm" divides a row by its root mean square; "layer_norm" subtracts its mean first.
     epsilon: added to the mean square.
     rate: the rate of the dropout before the residual sum.
+    rounds_before_scale: whether rows are rounded before the scale; see `pallas_kernels.rms_norm`.
     """
 
     name: NormName
     epsilon: float
     rate: float = 0.0
+    rounds_before_scale: bool = False
 
     @property
     def centered(self) -> bool:
@@ -49,6 +51,20 @@ class Norm:
     def statistics(self, rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         """The statistics that the backward pass needs: each row's reciprocal deviation, then the means to subtract."""
         return jax.ShapeDtypeStruct((1 + self.mean_passes(dtype), rows), jnp.float32)
+
+    def scaled(self, value: jax.Array, scale: Any, bias: Any, dtype: DTypeLike) -> jax.Array:
+        """Applies a scale and a bias, each possibly None, to normalised float32 values of rows of `dtype`.
+
+        A sum or product of two 16-bit values that is rounded to float32 and then to 16 bits is that of 16 bits.
+        """
+        for step, array in ((jnp.multiply, scale), (jnp.add, bias)):
+            if array is None:
+                continue
+            if self.rounds_before_scale:
+                value = value.astype(dtype).astype(jnp.float32)
+                dtype = jnp.promote_types(dtype, array.dtype)
+            value = step(value, array.astype(jnp.float32))
+        return value
 
     def kernel_name(self, *, has_residual: bool, has_dropout: bool) -> str:
         """The kernel's name in traces and HLO."""

@@ -72,7 +72,10 @@ def saved_gradients(
     )
 
 
-def _backward(gradients: Callable[..., NormGradients], norm: Norm, **arguments: Any) -> Arrays:
+def _backward(
+    gradients: Callable[..., NormGradients], norm: Norm, *, rounds_before_scale: bool = False, **arguments: Any
+) -> Arrays:
+    del rounds_before_scale  # gradients do not round
     found = saved_gradients(gradients, norm, **arguments)
     return tuple(each for each in (found.dtotal, found.dscale, found.dbias) if each is not None)
 

@@ -40,6 +40,7 @@ def norm_forward(
     has_scale: tl.constexpr,
     has_bias: tl.constexpr,
     has_statistics: tl.constexpr,
+    rounds_before_scale: tl.constexpr,
 ):
     """Computes one row in each block. A pointer whose flag is off is never dereferenced."""
     columns = tl.arange(0, block)
@@ -61,8 +62,13 @@ def norm_forward(
     if has_statistics:
         tl.store(statistics_ptr + row, inverse)
     y = value * inverse
+    if rounds_before_scale and (has_scale or has_bias):
+        y = y.to(total.dtype).to(tl.float32)
     if has_scale:
-        y *= tl.load(scale_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scale_ptr + columns, mask=inside, other=0.0)
+        y *= scale.to(tl.float32)
+        if rounds_before_scale and has_bias and scale.dtype == total.dtype:
+            y = y.to(total.dtype).to(tl.float32)
     if has_bias:
         y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + offsets, y.to(total.dtype), mask=inside)
@@ -179,6 +185,7 @@ def _forward(
         has_scale=scale is not None,
         has_bias=bias is not None,
         has_statistics=with_statistics,
+        rounds_before_scale=norm.rounds_before_scale,
     )
     return y, None if residual is None else total, statistics
 

@@ -17,13 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.ops._norms import apply
 from pallas_kernels.ops._norms.norm import Norm as RowKernelNorm
 from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
-from pallas_kernels.primitives.checks import added_number, as_arrays
+from pallas_kernels.primitives.checks import added_number, as_arrays, static_flag
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.norm import RowNorm
 from pallas_kernels.primitives.gradients import differentiated_as
@@ -39,6 +40,7 @@ def check_norm(operation: str, norm: Norm | None, x: jax.Array | jax.ShapeDtypeS
     if norm.kind not in ("rms", "layer"):
         raise ValueError(f"{operation}: a norm's kind is 'rms' or 'layer', got {norm.kind!r}.")
     added_number(operation, "the norm's epsilon", norm.epsilon)
+    static_flag(operation, "the norm's rounds_before_scale", norm.rounds_before_scale)
     for name, array in (("scale", norm.scale), ("bias", norm.bias), ("mean_square", norm.mean_square)):
         if array is None:
             continue
@@ -82,10 +84,13 @@ def prologue(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array | No
         factor = lax.rsqrt(jnp.asarray(norm.mean_square, jnp.float32).reshape(-1) + norm.epsilon)
         if scale is None:
             return x, factor
-        wide = x.astype(jnp.float32) * factor[:, None] * scale.astype(jnp.float32)
-        return wide.astype(x.dtype), None
+        return _scaled(x.astype(jnp.float32) * factor[:, None], scale, norm, x.dtype), None
     bias = None if norm.bias is None else jnp.asarray(norm.bias)
-    row_kernel = RowKernelNorm(name="rms_norm" if norm.kind == "rms" else "layer_norm", epsilon=float(norm.epsilon))
+    row_kernel = RowKernelNorm(
+        name="rms_norm" if norm.kind == "rms" else "layer_norm",
+        epsilon=float(norm.epsilon),
+        rounds_before_scale=norm.rounds_before_scale,
+    )
     return apply.apply_norm(row_kernel, x, scale=scale, bias=bias)[0], None
 
 
@@ -97,13 +102,21 @@ def norm_reference(norm: Norm | None, x: jax.Array) -> jax.Array:
     scale = jnp.ones(x.shape[-1], wide) if norm.scale is None else norm.scale
     if norm.mean_square is not None:
         factor = lax.rsqrt(norm.mean_square.astype(wide) + norm.epsilon)[..., None]
-        return (x.astype(wide) * factor * scale.astype(wide)).astype(x.dtype)
+        return _scaled(x.astype(wide) * factor, scale, norm, x.dtype)
+    options = {"epsilon": norm.epsilon, "rounds_before_scale": norm.rounds_before_scale}
     if norm.kind == "layer":
-        y = layer_norm_reference(x, scale, norm.bias, epsilon=norm.epsilon)
+        y = layer_norm_reference(x, norm.scale, norm.bias, **options)
     else:
-        y = rms_norm_reference(x, scale, epsilon=norm.epsilon)
+        y = rms_norm_reference(x, scale, **options)
     assert isinstance(y, jax.Array)
     return y
+
+
+def _scaled(normed: jax.Array, scale: jax.Array, norm: Norm, dtype: DTypeLike) -> jax.Array:
+    """Multiplies wide normalised rows by the norm's scale, and rounds to `dtype`."""
+    if norm.rounds_before_scale:
+        return (normed.astype(dtype) * scale).astype(dtype)
+    return (normed * scale.astype(normed.dtype)).astype(dtype)
 
 
 def as_rows(x: jax.Array) -> jax.Array:

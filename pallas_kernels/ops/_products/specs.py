@@ -75,7 +75,9 @@ def epilogue(
     return {name: value for name, (value, _) in given.items()}, "-".join(detail for _, detail in given.values())
 
 
-def norm_arguments(x: ArraySpec, kind: str | None, *, scaled: bool = True, mean_square: bool = False) -> Part:
+def norm_arguments(
+    x: ArraySpec, kind: str | None, *, scaled: bool = True, mean_square: bool = False, rounds: bool = False
+) -> Part:
     """Makes the arguments of a norm of x."""
     if kind is None:
         return {}, ""
@@ -83,15 +85,16 @@ def norm_arguments(x: ArraySpec, kind: str | None, *, scaled: bool = True, mean_
     bias = ArraySpec(shape=x.shape[-1:], dtype=x.dtype, deviation=0.2)
     squares = ArraySpec(shape=x.shape[:-1], dtype="float32", mean=1.0, deviation=0.05)
     arrays = (scaled and scale, kind == "layer" and bias, mean_square and squares)
-    name = kind + "_unscaled" * (not scaled) + "-mean_square" * mean_square
-    return {"norm": kind, **dict(zip(NORM_ARRAYS, arrays, strict=True))}, name
+    name = kind + "_unscaled" * (not scaled) + "-mean_square" * mean_square + "-rounds_before_scale" * rounds
+    return {"norm": kind, "norm_rounds": rounds, **dict(zip(NORM_ARRAYS, arrays, strict=True))}, name
 
 
 def with_norm(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Converts an `ArgSpec`'s arguments with a norm to those of the operations."""
     arguments = dict(arguments)
     kind, scale, bias, mean_square = (arguments.pop(name, None) for name in ("norm", *NORM_ARRAYS))
-    norm = None if kind is None else Norm(scale, bias, kind, mean_square=mean_square)
+    rounds = arguments.pop("norm_rounds", False)
+    norm = None if kind is None else Norm(scale, bias, kind, mean_square=mean_square, rounds_before_scale=rounds)
     return arguments if norm is None else {**arguments, "norm": norm}
 
 

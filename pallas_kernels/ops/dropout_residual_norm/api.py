@@ -10,7 +10,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
 from pallas_kernels.ops._norms.norm import Norm, NormName
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
-from pallas_kernels.primitives.checks import added_number, as_arrays, dropout_words, optional_arrays
+from pallas_kernels.primitives.checks import added_number, as_arrays, dropout_words, optional_arrays, static_flag
 from pallas_kernels.primitives.settings import usual_promotion
 
 _NORMS = ("rms_norm", "layer_norm")
@@ -27,6 +27,7 @@ def dropout_residual_norm(
     key: jax.Array | None,
     norm: NormName = "rms_norm",
     epsilon: float = 1e-6,
+    rounds_before_scale: bool = False,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Applies dropout to a branch, adds the residual and normalises the sum.
@@ -48,6 +49,8 @@ def dropout_residual_norm(
         key: one key from `jax.random.key` or `jax.random.PRNGKey`. None is allowed only with a rate of 0.
         norm: "rms_norm" or "layer_norm".
         epsilon: added to the mean square or variance; a non-negative Python number.
+        rounds_before_scale: whether the normalised rows are rounded to x.dtype before scale and bias; see `rms_norm`
+            and `layer_norm`.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
             XLA computes the gradients of rows too long for registers.
@@ -69,14 +72,14 @@ def dropout_residual_norm(
     check_arguments("dropout_residual_norm", x, scale, bias, residual)
     _check(norm, bias)
     words = dropout_words("dropout_residual_norm", rate, key, rate_name="rate", key_name="key")
+    rounds = static_flag("dropout_residual_norm", "rounds_before_scale", rounds_before_scale)
     epsilon = added_number("dropout_residual_norm", "epsilon", epsilon)
     support = {"mosaic": partial(mosaic_unsupported, x, scale, bias), "xla": lambda: None}
     chosen = choose("dropout_residual_norm", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0:
-        return dropout_residual_norm_reference(
-            x, scale, bias, residual=residual, rate=rate, key=words, norm=norm, epsilon=epsilon
-        )
-    settings = Norm(name=norm, epsilon=epsilon, rate=float(rate))
+        options = {"norm": norm, "epsilon": epsilon, "rounds_before_scale": rounds}
+        return dropout_residual_norm_reference(x, scale, bias, residual=residual, rate=rate, key=words, **options)
+    settings = Norm(name=norm, epsilon=epsilon, rate=float(rate), rounds_before_scale=rounds)
     y, total = apply_norm(settings, x, scale=scale, bias=bias, residual=residual, words=words)
     assert total is not None
     return y, total

@@ -21,6 +21,7 @@ def dropout_residual_norm_reference(
     key: jax.Array | None,
     norm: NormName = "rms_norm",
     epsilon: float = 1e-6,
+    rounds_before_scale: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.dropout_residual_norm`. Draws the same mask as the kernels."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -28,10 +29,10 @@ def dropout_residual_norm_reference(
     if rate and key is not None:
         value = jnp.where(array_keep_mask(key, x.shape, rate=rate), value * (1.0 / (1.0 - rate)), 0)
     total = (value + residual.astype(wide)).astype(x.dtype)
+    options = {"epsilon": epsilon, "rounds_before_scale": rounds_before_scale}
     if norm == "layer_norm":
-        y = layer_norm_reference(total, scale, bias, epsilon=epsilon)
+        y = layer_norm_reference(total, scale, bias, **options)
     else:
-        ones = jnp.ones(x.shape[-1:], x.dtype)
-        y = rms_norm_reference(total, ones if scale is None else scale, epsilon=epsilon)
+        y = rms_norm_reference(total, jnp.ones(x.shape[-1:], x.dtype) if scale is None else scale, **options)
     assert isinstance(y, jax.Array)
     return y, total

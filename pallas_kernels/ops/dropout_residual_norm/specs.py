@@ -17,22 +17,25 @@ from pallas_kernels.specs import ArraySpec, OpSpec
 
 
 @array_call
-def _call(x, *, norm="rms_norm", affine=None, rate=0.1):
+def _call(x, *, norm="rms_norm", affine=None, rate=0.1, rounds=False):
     which = affine is not None and ("_".join(affine) or "plain")
     if affine is None:
         affine = ("scale",) if norm == "rms_norm" else ("scale", "bias")
     parameters = {name: parameter(name, x) for name in affine}
     key = ArraySpec(shape=(2,), dtype="uint32", fill="bits")
     arguments = {"x": x, **parameters, "residual": x, "rate": rate, "key": key, "norm": norm}
-    return arguments, norm, f"rate{rate:g}", which
+    arguments["rounds_before_scale"] = rounds
+    return arguments, norm, f"rate{rate:g}", which, rounds and "rounds_before_scale"
 
 
-def _backward(*, norm, rate, **arguments):
+def _backward(*, norm, rate, rounds_before_scale=False, **arguments):
+    del rounds_before_scale  # gradients do not round
     settings = Norm(name=norm, epsilon=1e-6, rate=rate)
     return _all_of(saved_gradients(norm_backward, settings, **arguments))
 
 
-def _xla_backward(*, norm, rate, key, **arguments):
+def _xla_backward(*, norm, rate, key, rounds_before_scale=False, **arguments):
+    del rounds_before_scale
     found = saved_gradients(xla_gradients, Norm(name=norm, epsilon=1e-6), **arguments)
     kept = array_keep_mask(key, found.dtotal.shape, rate=rate)
     dx = jnp.where(kept, found.dtotal * (1.0 / (1.0 - rate)), 0).astype(found.dtotal.dtype)
@@ -56,6 +59,7 @@ DROPOUT_RESIDUAL_NORM = OpSpec(
         _call(3, 256, dtype="float16", rate=0.9),
         _call(3, 256, affine=()),
         _call(3, 256, rate=0.0),
+        _call(3, 256, rounds=True),
         _call(256, norm="layer_norm", affine=("bias",)),
         _call(3, 1000, tags="test ragged"),
         _call(2, 1153, norm="layer_norm", tags="test ragged"),

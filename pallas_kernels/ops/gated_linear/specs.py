@@ -89,6 +89,7 @@ GATED_LINEAR = OpSpec(
         _call(0, features=64, outputs=128, tags="test empty"),
         _call(24, features=64, outputs=128, fill="zeros", tags="test extreme"),
         _call(4, features=128, outputs=128, norm="rms"),
+        _call(4, features=128, outputs=128, norm="rms", rounds=True),
         _call(40, features=128, outputs=128, norm="rms", scaled=False, mean_square=True),
         _call(1000, features=4096, outputs=1024, tags="gpu"),
         _call(600, features=1024, outputs=2048, norm="layer", tags="gpu"),

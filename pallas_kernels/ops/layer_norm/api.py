@@ -21,6 +21,7 @@ def layer_norm(
     residual: jax.Array | None = None,
     returns_total: bool = False,
     epsilon: float = 1e-6,
+    rounds_before_scale: bool = False,
     implementation: Implementation = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Subtracts each row's mean and divides by its standard deviation, after an optional residual sum.
@@ -40,6 +41,9 @@ def layer_norm(
         returns_total: also return total without a residual, where it is x itself. Take it for the residual stream: the
             backward kernel then adds the stream's cotangent, which otherwise is a pass over three arrays.
         epsilon: added to the variance; a non-negative Python number.
+        rounds_before_scale: whether the normalised rows are rounded to x.dtype before scale and bias are applied:
+            `(centered * rsqrt(...)).astype(x.dtype) * scale + bias`, which is also rounded after the product if scale
+            and x have the same dtype.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
             XLA computes the gradients of rows too long for registers.
@@ -61,16 +65,17 @@ def layer_norm(
     scale, bias, residual = optional_arrays("layer_norm", scale=scale, bias=bias, residual=residual)
     check_arguments("layer_norm", x, scale, bias, residual)
     epsilon = added_number("layer_norm", "epsilon", epsilon)
+    rounds = static_flag("layer_norm", "rounds_before_scale", rounds_before_scale)
     returns_total = static_flag("layer_norm", "returns_total", returns_total)
     return dispatch_norm(
-        Norm(name="layer_norm", epsilon=epsilon),
+        Norm(name="layer_norm", epsilon=epsilon, rounds_before_scale=rounds),
         x,
         scale,
         bias,
         residual,
         returns_total=returns_total,
         reference=lambda x, scale, bias, residual: layer_norm_reference(
-            x, scale, bias, residual=residual, returns_total=returns_total, epsilon=epsilon
+            x, scale, bias, residual=residual, returns_total=returns_total, epsilon=epsilon, rounds_before_scale=rounds
         ),
         implementation=implementation,
     )

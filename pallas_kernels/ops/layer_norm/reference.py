@@ -14,6 +14,7 @@ def layer_norm_reference(
     residual: jax.Array | None = None,
     returns_total: bool = False,
     epsilon: float = 1e-6,
+    rounds_before_scale: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.layer_norm`. Accumulates in float32 (float64 for float64 inputs)."""
     total = x if residual is None else x + residual
@@ -21,6 +22,10 @@ def layer_norm_reference(
     value = total.astype(wide)
     centered = value - jnp.mean(value, axis=-1, keepdims=True)
     y = centered * jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
-    y = y if scale is None else y * scale.astype(wide)
-    y = (y if bias is None else y + bias.astype(wide)).astype(x.dtype)
+    if rounds_before_scale:
+        y = y.astype(x.dtype)
+    else:
+        scale, bias = (None if each is None else each.astype(wide) for each in (scale, bias))
+    y = y if scale is None else y * scale
+    y = (y if bias is None else y + bias).astype(x.dtype)
     return (y, total) if returns_total or residual is not None else y

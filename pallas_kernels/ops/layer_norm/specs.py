@@ -12,11 +12,12 @@ from pallas_kernels.spec_builders import array_call, calls
 
 
 @array_call
-def _call(x, *, affine=("scale", "bias"), residual=True, mean=0.0):
+def _call(x, *, affine=("scale", "bias"), residual=True, mean=0.0, rounds=False, affine_dtype=None):
     x = replace(x, mean=mean)
-    arguments = {"x": x, **{name: parameter(name, x) for name in affine}, "residual": residual and x}
-    which = len(affine) < 2 and ("_".join(affine) or "plain")
-    return arguments, which, residual and "residual", bool(mean) and f"mean{mean:g}"
+    arguments = {"x": x, **{name: parameter(name, x, affine_dtype) for name in affine}, "residual": residual and x}
+    arguments["rounds_before_scale"] = rounds
+    details = len(affine) < 2 and ("_".join(affine) or "plain"), residual and "residual", bool(mean) and f"mean{mean:g}"
+    return arguments, *details, affine_dtype and f"{affine_dtype}_scale", rounds and "rounds_before_scale"
 
 
 LAYER_NORM = norm_op(
@@ -33,6 +34,9 @@ LAYER_NORM = norm_op(
         _call(3, 256, affine=("bias",), residual=False),
         _call(3, 256, affine=(), residual=False),
         _call(512, residual=False),
+        _call(3, 512, rounds=True),
+        _call(3, 256, affine_dtype="float32", residual=False, rounds=True),
+        _call(3, 256, affine=("bias",), rounds=True),
         # A mean so far from zero that a variance computed as E[x**2] - E[x]**2 would have no correct digits.
         _call(3, 1024, dtype="float32", mean=3e3, residual=False),
         _call(3, 1152, tags="test ragged"),
@@ -51,6 +55,7 @@ LAYER_NORM = norm_op(
         _call(300, 4096, dtype="float32", mean=3e3, residual=False, tags="gpu"),
         *calls(_call, (333, 8192), (300, 16384), tags="gpu"),
         _call(300, 8192, dtype="float32", tags="gpu"),
+        _call(1000, 4096, rounds=True, tags="gpu"),
         _call(500, 4096, affine=(), tags="gpu"),
         *calls(_call, (2000, 1152), (1000, 4097), tags="gpu ragged"),
         _call(700, 4100, residual=False, tags="gpu ragged"),

@@ -164,8 +164,9 @@ def mosaic_unsupported(
 
 def triton_unsupported(x: jax.Array, out_dtype: jnp.dtype, norm: Norm | None = None) -> str | None:
     """Returns why the Triton kernel cannot take these arguments here, or None if it can."""
-    if norm is not None and (norm.kind != "rms" or norm.scale is None or norm.mean_square is not None):
-        return "the kernel's norm is of kind 'rms', with a scale, and computes the mean squares itself"
+    is_other = norm is not None and (norm.kind != "rms" or norm.scale is None or norm.mean_square is not None)
+    if is_other or (norm is not None and norm.rounds_before_scale):
+        return "the kernel's norm is of kind 'rms', with a scale, rounds once, and computes the mean squares itself"
     if out_dtype != x.dtype:
         return f"the result is {out_dtype.name}, the kernel gives x's {x.dtype.name}"
     return triton_missing(x)

@@ -20,8 +20,8 @@ from pallas_kernels.specs import OpSpec
 
 
 @product_call
-def _call(x, *, outputs, norm="rms", scaled=True, mean_square=False, **after):
-    norm_part = norm_arguments(x, norm, scaled=scaled, mean_square=mean_square)
+def _call(x, *, outputs, norm="rms", scaled=True, mean_square=False, rounds=False, **after):
+    norm_part = norm_arguments(x, norm, scaled=scaled, mean_square=mean_square, rounds=rounds)
     return outputs, {"x": x, "w": weight(x, outputs)}, norm_part, epilogue(x, outputs, **after)
 
 
@@ -40,6 +40,8 @@ NORM_LINEAR = OpSpec(
         _call(4, features=128, outputs=128, dtype="float16", norm="layer"),
         _call(40, features=128, outputs=128, scaled=False, mean_square=True, bias=True, activation="silu"),
         _call(40, features=192, outputs=128, mean_square=True),
+        _call(40, features=192, outputs=128, mean_square=True, rounds=True),
+        _call(4, features=128, outputs=128, norm="layer", rounds=True),
         _call(2, features=100, outputs=96, dtype="float32", bias=True, activation="gelu_tanh", tags="test ragged"),
         _call(0, features=128, outputs=128, tags="test empty"),
         _call(1000, features=4096, outputs=1024, tags="gpu"),

@@ -15,6 +15,8 @@ from pallas_kernels.ops._products.norm import after_norm, as_rows, check_norm, n
 from pallas_kernels.ops.qkv_projection.config import HeadForm, chosen_config, preferred
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward, qkv_projection_mosaic
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
+from pallas_kernels.ops.rope.angles import angle_tables
+from pallas_kernels.ops.rope.tables import check_tables, row_tables
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_integer
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
@@ -66,12 +68,13 @@ def qkv_projection(
             "mosaic"); or None.
         head_size: columns of a head; needed for rope, q_norm and k_norm. With it, results have a heads axis.
         norm: the norm of x, or None.
-        rope: the rotary embedding of query and key heads, or None. Its positions must fit into int32.
+        rope: the rotary embedding of query and key heads, or None. Its positions must fit into int32. XLA computes the
+            gradients of a call whose tables are differentiated.
         q_norm, k_norm: the norm of each query and key head, of kind "rms", with a scale (head_size,) or None; or None.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features and outputs must
             be multiples of 64, at least 128 each. With rope or head norms, heads must have 64, 128 or 256 columns, and
-            rope must not be interleaved.
+            rope must not be interleaved, nor its tables have one column for each of x.
             "xla": always runs.
             None: the entry of the GPU's tuned table (`pallas_kernels.tuning`). Without an entry, "mosaic" if it can
             run, else "xla".
@@ -103,18 +106,19 @@ def qkv_projection(
         return qkv_projection_reference(
             x, *weights, bias=biases, head_size=head_size, norm=norm, rope=rope, q_norm=q_norm, k_norm=k_norm
         )
-    positions = None if rope is None else row_positions(rope, x).astype(jnp.int32)
+    tables = None if rope is None else _tables(rope, x, head_size)
     head_scales = tuple(None if n is None or n.scale is None else jnp.asarray(n.scale) for n in (q_norm, k_norm))
-    rows, norm, *rest = varying_alike((rows, norm, weights, biases or (None,) * 3, head_scales, positions))
+    rows, norm, *rest = varying_alike((rows, norm, weights, biases or (None,) * 3, head_scales, tables))
     form = HeadForm(
         size=head_size,
-        theta=None if rope is None else float(rope.theta),
+        is_rotated=rope is not None,
         epsilons=tuple(None if n is None else float(n.epsilon) for n in (q_norm, k_norm)),
+        rounds=tuple(n is not None and n.rounds_before_scale for n in (q_norm, k_norm)),
     )
     config = chosen_config(rows, weights, form)
 
-    def forward(x, weights, biases, head_scales, positions, norm):
-        operands = {"biases": biases, "head_scales": head_scales, "positions": positions}
+    def forward(x, weights, biases, head_scales, tables, norm):
+        operands = {"biases": biases, "head_scales": head_scales, "tables": tables}
         return qkv_projection_forward(x, weights, form=form, norm=norm, **operands, config=config)[0]
 
     results = after_norm(partial(qkv_projection_mosaic, form), forward, config, norm, rows, *rest)
@@ -143,10 +147,21 @@ def mosaic_unsupported(
                 return reason
     if rope is not None and rope.interleaved:
         return "pairs of neighbours are in the same place of different registers; the kernel rotates halves"
+    if rope is not None and rope.cos is not None and rope.cos.shape[-1] == head_size:
+        return "cos and sin have one column for each of a head; the kernel takes one for each pair"
     has_heads = rope is not None or any(norm is not None for norm in head_norms)
     if has_heads and head_size not in HEAD_SIZES:
         return f"heads are {head_size} wide; the kernel norms and rotates heads of {', '.join(map(str, HEAD_SIZES))}"
     return mosaic_gpu_unsupported()
+
+
+def _tables(rope: Rope, x: jax.Array, head_size: int | None) -> tuple[jax.Array, jax.Array]:
+    """Returns cosines and sines of x's rows, (rows, head_size / 2) float32 each."""
+    if rope.positions is not None:
+        assert head_size is not None
+        return angle_tables(row_positions(rope, x).astype(jnp.int32), head_size, float(rope.theta))
+    cos, sin = (jnp.asarray(table).astype(jnp.float32) for table in (rope.cos, rope.sin))
+    return row_tables(cos, sin, x.shape[:-1], every_row=True)
 
 
 def _check(
@@ -181,6 +196,12 @@ def _check(
     if head_size % 2:
         raise ValueError(f"qkv_projection: pairs need an even head_size, got {head_size}.")
     positive_number("qkv_projection", "the rope's theta", rope.theta)
+    if (rope.cos is None) != (rope.sin is None) or (rope.positions is None) != (rope.cos is not None):
+        raise TypeError(f"qkv_projection: rope must have positions, or both cos and sin, got {rope}.")
+    if rope.positions is None:
+        cos, sin = as_arrays("qkv_projection", cos=rope.cos, sin=rope.sin)
+        check_tables("qkv_projection", cos, sin, x.shape[:-1], head_size)
+        return
     (positions,) = as_arrays("qkv_projection", positions=rope.positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"qkv_projection: positions must be integers, got {positions.dtype.name}.")

@@ -29,13 +29,14 @@ NARROW_COST = 1.25
 class HeadForm:
     """The static parameters of the heads' norms and rotation.
 
-    size: columns of a head, or None if heads are neither normalised nor rotated. theta: of the rotation, or None.
-    epsilons: of the norms of query and key heads, each None for no norm.
+    size: columns of a head, or None if heads are neither normalised nor rotated.
+    epsilons: of the norms of query and key heads, each None for no norm. rounds: their `rounds_before_scale`.
     """
 
     size: int | None = None
-    theta: float | None = None
+    is_rotated: bool = False
     epsilons: tuple[float | None, ...] = (None, None)
+    rounds: tuple[bool, ...] = (False, False)
 
     @property
     def is_normed(self) -> bool:
@@ -69,7 +70,7 @@ def preferred(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | No
 def chosen_config(x: jax.Array, weights: Sequence[jax.Array], form: HeadForm) -> Config:
     """Returns the measured best configuration for x (rows, features), else the untuned one."""
     (rows, features), widths = x.shape, [w.shape[1] for w in weights]
-    known = tuned_key(x, weights, head_size=form.size, is_rotated=form.theta is not None)
+    known = tuned_key(x, weights, head_size=form.size, is_rotated=form.is_rotated)
     untuned = default_config(rows, widths, features=features, head_size=form.size)
     found = candidates(rows, head_size=form.size, is_normed=True)
     return tuning.configuration("qkv_projection", "forward", known, lambda: found, untuned=untuned)

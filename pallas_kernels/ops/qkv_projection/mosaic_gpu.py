@@ -1,9 +1,10 @@
 """The projections forward on Mosaic GPU: one launch in which each tile belongs to one of the three weights.
 
 x is read once for all three, and their tiles fill the multiprocessors together. Heads are rotated on the accumulator:
-with a tile of whole heads, both members of a pair are in the same thread's registers. The angles come from a table of
-the rows' cosines and sines, 0.5 KB per row, which XLA computes from the positions. Heads that are normalised have a
-launch of their own (`rope/heads.py`): in the accumulator's registers the norm spilled, and took longer than that.
+with a tile of whole heads, both members of a pair are in the same thread's registers. The angles come from tables of
+the rows' cosines and sines, 0.5 KB per row, which XLA computes once for all layers that have them. Heads that are
+normalised have a launch of their own (`rope/heads.py`): in the accumulator's registers the norm spilled, and took
+longer than that.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import Norm, Rope
+from pallas_kernels.ops._products.norm import scaled_rows
 from pallas_kernels.ops._products.product import Config
 from pallas_kernels.ops.qkv_projection.config import HeadForm, chosen_config
 from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import qkv_projection_backward
-from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
+from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
 from pallas_kernels.ops.rope.heads import HeadArray, launch_heads
+from pallas_kernels.ops.rope.tables import rotating
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
@@ -27,11 +31,7 @@ from pallas_kernels.primitives.gemm.epilogue import Beside, HeadRotation
 from pallas_kernels.primitives.gemm.kernel import gemm
 from pallas_kernels.primitives.settings import usual_promotion
 
-
-def angle_table(positions: jax.Array, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Computes cosine and sine of every row's angles, (rows, head_size / 2) float32 each; exact for int32 positions."""
-    whole, fraction = turns(head_size, theta)
-    return cosine_and_sine(positions.astype(jnp.int32)[:, None], jnp.asarray(whole)[None], jnp.asarray(fraction)[None])
+Tables = tuple[jax.Array, jax.Array]
 
 
 def qkv_projection_forward(
@@ -42,7 +42,7 @@ def qkv_projection_forward(
     row_scale: jax.Array | None = None,
     biases: Sequence[jax.Array | None] = (None, None, None),
     head_scales: Sequence[jax.Array | None] = (None, None),
-    positions: jax.Array | None = None,
+    tables: Tables | None = None,
     norm: RowNorm | None = None,
     config: Config | None = None,
 ) -> tuple[tuple[jax.Array, ...], Sequence[jax.Array | None]]:
@@ -52,51 +52,76 @@ def qkv_projection_forward(
     their biases; each is None if its heads are not normalised.
 
     x: (rows, features), weights: (features, outputs) each, all of one 16-bit dtype. row_scale: (rows,) float32.
-    biases: (outputs,) each. head_scales: (head size,) each. positions: (rows,) int32, with a `form` that rotates.
+    biases: (outputs,) each. head_scales: (head size,) each. tables: cosines and sines, (rows, head size / 2) float32
+    each, with a `form` that rotates.
     norm: of x's rows, in the product's launch; with a configuration of few rows, without row_scale.
     """
     config = config or chosen_config(x, weights, form)
     product = partial(_projected, x, weights, norm=norm, row_scale=row_scale, biases=biases, config=config)
     if not form.is_normed or form.size is None:
-        return product(form, positions), (None, None)
+        return product(form, tables), (None, None)
     *projected, value = product(HeadForm(size=form.size), None)
     heads = [
-        HeadArray(array=array, scale=scale, epsilon=epsilon, is_rotated=form.theta is not None)
-        for array, scale, epsilon in zip(projected, head_scales, form.epsilons, strict=True)
+        HeadArray(
+            array=array,
+            scale=scale,
+            epsilon=epsilon,
+            rounds_before_scale=rounds,
+            is_rotated=form.is_rotated,
+        )
+        for array, scale, epsilon, rounds in zip(projected, head_scales, form.epsilons, form.rounds, strict=True)
     ]
-    query, key = launch_heads(heads, positions, size=form.size, theta=form.theta, is_backward=False, name="qkv_heads")
+    query, key = launch_heads(heads, tables, size=form.size, is_backward=False, name="qkv_heads")
     return (query.array, key.array, value), [None if each.epsilon is None else each.array for each in heads]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def qkv_projection_mosaic(form: HeadForm, x, row_scale, weights, biases, head_scales, positions):
+def qkv_projection_mosaic(form: HeadForm, x, row_scale, weights, biases, head_scales, tables):
     """Returns query, key and value; differentiable. Arguments as for `qkv_projection_forward`."""
-    return _forward(form, x, row_scale, weights, biases, head_scales, positions)[0]
+    operands = (x, row_scale, weights, biases, head_scales)
+    return rotating(partial(_forward, form), partial(_backward, form), partial(_reference, form))(operands, tables)
 
 
 @usual_promotion
-def _forward(form, x, row_scale, weights, biases, head_scales, positions):
-    operands = {"row_scale": row_scale, "biases": biases, "head_scales": head_scales, "positions": positions}
-    results, products = qkv_projection_forward(x, weights, form=form, **operands)
-    return results, (x, weights, operands, products)
+def _forward(form, operands, tables):
+    x, row_scale, weights, biases, head_scales = operands
+    given = {"row_scale": row_scale, "biases": biases, "head_scales": head_scales, "tables": tables}
+    results, products = qkv_projection_forward(x, weights, form=form, **given)
+    return results, (x, weights, given, products)
 
 
 @usual_promotion
 def _backward(form, saved, cotangents):
-    x, weights, operands, products = saved
-    gradients = qkv_projection_backward(x, weights, cotangents, form=form, products=products, **operands)
+    x, weights, given, products = saved
+    gradients = qkv_projection_backward(x, weights, cotangents, form=form, products=products, **given)
     dx, dweights, drow_scale, dbiases, dhead_scales = gradients
-    return dx, drow_scale, dweights, dbiases, dhead_scales, None
+    return dx, drow_scale, dweights, dbiases, dhead_scales
 
 
-qkv_projection_mosaic.defvjp(_forward, _backward)
+@usual_promotion
+def _reference(form, operands, tables):
+    x, row_scale, weights, biases, head_scales = operands
+    norms = [
+        None if epsilon is None else Norm(scale, epsilon=epsilon, rounds_before_scale=rounds)
+        for scale, epsilon, rounds in zip(head_scales, form.epsilons, form.rounds, strict=True)
+    ]
+    filled = [jnp.zeros(w.shape[1], x.dtype) if b is None else b for b, w in zip(biases, weights, strict=True)]
+    results = qkv_projection_reference(
+        scaled_rows(x, row_scale),
+        *weights,
+        bias=filled,
+        head_size=form.size,
+        rope=Rope(cos=tables[0], sin=tables[1]),
+        q_norm=norms[0],
+        k_norm=norms[1],
+    )
+    return tuple(each.reshape(x.shape[0], -1) for each in results)
 
 
 def _projected(
     x: jax.Array,
     weights: Sequence[jax.Array],
     form: HeadForm,
-    positions: jax.Array | None,
+    tables: Tables | None,
     *,
     norm: RowNorm | None,
     row_scale: jax.Array | None,
@@ -105,20 +130,18 @@ def _projected(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the products with their biases, heads rotated."""
     if isinstance(config, FewRowsConfig):
-        return _transposed(x, weights, form, norm, row_scale, biases, positions, config)
+        return _transposed(x, weights, form, norm, row_scale, biases, tables, config)
     if norm is not None:
         raise ValueError("qkv_projection_forward: only a product of few rows has a norm in it.")
-    angles, rotations = None, [None] * 3
-    if form.theta is not None and form.size is not None:
-        assert positions is not None
-        angles = angle_table(positions, form.size, form.theta)
+    rotations: list[HeadRotation | None] = [None] * 3
+    if form.is_rotated and form.size is not None:
         rotations = [*(HeadRotation(size=form.size, has_bias=bias is not None) for bias in biases[:2]), None]
     beside = [Beside(rotation=own, bias=bias) for own, bias in zip(rotations, biases, strict=True)]
     query, key, value = gemm(
         [x],
         list(weights),
         beside=beside,
-        angles=angles,
+        angles=tables,
         row_scale=row_scale,
         config=config,
         name="qkv_projection",
@@ -133,21 +156,14 @@ def _transposed(
     norm: RowNorm | None,
     row_scale: jax.Array | None,
     biases: Sequence[jax.Array | None],
-    positions: jax.Array | None,
+    tables: Tables | None,
     config: FewRowsConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the projections of few rows with the kernel for few rows, which also computes the angles."""
+    """Computes the projections of few rows with the kernel for few rows."""
     rotation = None
-    if form.theta is not None and form.size is not None:
-        assert positions is not None
-        whole, fraction = (jnp.asarray(table) for table in turns(form.size, form.theta))
-        rotation = Rotation(
-            size=form.size,
-            positions=positions.astype(jnp.int32),
-            whole=whole,
-            fraction=fraction,
-            angles=cosine_and_sine,
-        )
+    if form.is_rotated and form.size is not None:
+        assert tables is not None
+        rotation = Rotation(size=form.size, cos=tables[0], sin=tables[1])
     query, key, value = few_rows_product(
         x,
         weights,

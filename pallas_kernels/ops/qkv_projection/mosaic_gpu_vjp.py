@@ -26,13 +26,13 @@ def qkv_projection_backward(
     row_scale: jax.Array | None = None,
     biases: OptionalArrays = (None, None, None),
     head_scales: OptionalArrays = (None, None),
-    positions: jax.Array | None = None,
+    tables: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, Arrays, jax.Array | None, tuple[jax.Array | None, ...], tuple[jax.Array | None, ...]]:
     """Returns the gradients of x, of the weights, of row_scale, of the biases and of head_scales.
 
     Arguments as for `qkv_projection_forward`; cotangents: (rows, outputs) each; products: those that it returned.
     """
-    dproducts, dbiases, dscales = _through_heads(cotangents, form, products, biases, head_scales, positions)
+    dproducts, dbiases, dscales = _through_heads(cotangents, form, products, biases, head_scales, tables)
     dx, dweights, drow_scale = product_gradients(x, weights, dproducts, row_scale)
     return dx, dweights, drow_scale, dbiases, dscales
 
@@ -43,17 +43,17 @@ def _through_heads(
     products: OptionalArrays,
     biases: OptionalArrays,
     head_scales: OptionalArrays,
-    positions: jax.Array | None,
+    tables: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[Arrays, tuple[jax.Array | None, ...], tuple[jax.Array | None, ...]]:
     """Returns the gradients of the products with biases, of the biases and of the head norms' scales."""
-    if form.size is None or not (form.is_normed or form.theta is not None):
+    if form.size is None or not (form.is_normed or form.is_rotated):
         sums = (
             None if b is None else jnp.sum(d, axis=0, dtype=jnp.float32)
             for d, b in zip(cotangents, biases, strict=True)
         )
         return tuple(cotangents), _cast_like(biases, sums), (None, None)
     if not form.is_normed and all(bias is None for bias in biases):
-        return _rotated_back(cotangents, positions, form), (None,) * 3, (None, None)
+        return _rotated_back(cotangents, tables, form), (None,) * 3, (None, None)
     heads = [
         HeadArray(
             array=cotangent,
@@ -68,23 +68,23 @@ def _through_heads(
             (*products, None),
             (*head_scales, None),
             (*form.epsilons, None),
-            (form.theta is not None, form.theta is not None, False),
+            (form.is_rotated, form.is_rotated, False),
             biases,
             strict=True,
         )
     ]
-    results = launch_heads(
-        heads, positions, size=form.size, theta=form.theta, is_backward=True, name="qkv_heads_gradient"
-    )
+    results = launch_heads(heads, tables, size=form.size, is_backward=True, name="qkv_heads_gradient")
     dbiases = _cast_like(biases, [result.bias for result in results])
     return tuple(result.array for result in results), dbiases, _cast_like(head_scales, [r.scale for r in results[:2]])
 
 
-def _rotated_back(cotangents: Sequence[jax.Array], positions: jax.Array | None, form: HeadForm) -> Arrays:
-    assert positions is not None and form.theta is not None and form.size is not None
+def _rotated_back(
+    cotangents: Sequence[jax.Array], tables: tuple[jax.Array, jax.Array] | None, form: HeadForm
+) -> Arrays:
+    assert tables is not None and form.size is not None
     *rotated, dv = cotangents
-    dq, dk = (d.reshape(1, d.shape[0], -1, form.size) for d in rotated)
-    dq, dk = rope_rotate(dq, dk, positions, theta=form.theta, interleaved=False, inverse=True)
+    heads = [d.reshape(1, d.shape[0], -1, form.size) for d in rotated]
+    dq, dk = rope_rotate(heads, *tables, rotated=form.size, interleaved=False, inverse=True)
     return dq.reshape(rotated[0].shape), dk.reshape(rotated[1].shape), dv
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from pallas_kernels.arguments import Norm, Rope
 from pallas_kernels.ops._products.norm import as_rows, norm_reference
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 from pallas_kernels.ops.rope.reference import rope_reference
+from pallas_kernels.ops.rope.tables import row_tables
 
 
 def qkv_projection_reference(
@@ -42,8 +44,8 @@ def qkv_projection_reference(
     q, k, v = (y.reshape(1, y.shape[0], y.shape[1] // head_size, head_size) for y in projected)
     q, k = _head_norm(q_norm, q), _head_norm(k_norm, k)
     if rope is not None:
-        positions = row_positions(rope, x)
-        q, k = rope_reference(q, k, positions, theta=rope.theta, interleaved=rope.interleaved)
+        angles: dict[str, Any] = _of_rows(rope, x)
+        q, k = rope_reference(q, k, **angles, theta=rope.theta, interleaved=rope.interleaved)
     q, k, v = (y.reshape(*x.shape[:-1], *y.shape[2:]) for y in (q, k, v))
     return q, k, v
 
@@ -53,10 +55,19 @@ def row_positions(rope: Rope, x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(rope.positions), x.shape[:-1]).reshape(-1)
 
 
+def _of_rows(rope: Rope, x: jax.Array) -> dict[str, jax.Array]:
+    """Returns the positions of x's rows, or their cosines and sines, (1, rows, columns)."""
+    if rope.positions is not None:
+        return {"positions": row_positions(rope, x)}
+    assert rope.cos is not None and rope.sin is not None
+    cos, sin = row_tables(rope.cos, rope.sin, x.shape[:-1], every_row=True)
+    return {"cos": cos[None], "sin": sin[None]}
+
+
 def _head_norm(norm: Norm | None, y: jax.Array) -> jax.Array:
     if norm is None:
         return y
     scale = jnp.ones(y.shape[-1:], jnp.float32) if norm.scale is None else norm.scale
-    normed = rms_norm_reference(y, scale, epsilon=norm.epsilon)
+    normed = rms_norm_reference(y, scale, epsilon=norm.epsilon, rounds_before_scale=norm.rounds_before_scale)
     assert isinstance(normed, jax.Array)
     return normed

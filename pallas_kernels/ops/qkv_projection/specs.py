@@ -23,6 +23,7 @@ from pallas_kernels.ops.qkv_projection.api import qkv_projection
 from pallas_kernels.ops.qkv_projection.config import HeadForm, candidates, tuned_key
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
+from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.spec_builders import as_taken, both_passes, traffic, variants
 from pallas_kernels.specs import Arguments, ArraySpec, OpSpec
 
@@ -63,14 +64,19 @@ def _as_called(arguments: Arguments) -> dict[str, Any]:
     if positions is not None:
         called["rope"] = Rope(positions, theta)
     if q_scale is not None:
-        called |= {"q_norm": Norm(q_scale), "k_norm": Norm(k_scale)}
+        rounds = arguments.get("norm_rounds", False)
+        called |= {"q_norm": Norm(q_scale, rounds_before_scale=rounds), "k_norm": Norm(k_scale)}
     return called if bias[0] is None else {**called, "bias": bias}
 
 
 def _form(called: Mapping[str, Any]) -> HeadForm:
     rope, norms = called.get("rope"), (called.get("q_norm"), called.get("k_norm"))
-    epsilons = tuple(None if norm is None else norm.epsilon for norm in norms)
-    return HeadForm(size=called["head_size"], theta=None if rope is None else rope.theta, epsilons=epsilons)
+    return HeadForm(
+        size=called["head_size"],
+        is_rotated=rope is not None,
+        epsilons=tuple(None if norm is None else norm.epsilon for norm in norms),
+        rounds=tuple(norm is not None and norm.rounds_before_scale for norm in norms),
+    )
 
 
 def _configs(arguments: Arguments):
@@ -83,7 +89,8 @@ def _forward(*, config, **arguments):
     called = _as_called(arguments)
     x, rope = called["x"], called.get("rope")
     rows, options = normed(x, called.get("norm"), config)
-    options["positions"] = None if rope is None else rope.positions.reshape(-1)
+    if rope is not None:
+        options["tables"] = angle_tables(rope.positions.reshape(-1), called["head_size"], rope.theta)
     options["head_scales"] = tuple(arguments.get(name) for name in _SCALES)
     options["biases"] = called.get("bias", (None,) * 3)
     weights = [called[name] for name in _WEIGHTS]
@@ -111,6 +118,7 @@ QKV_PROJECTION = OpSpec(
         _call(2, features=128, heads=(2, 2), head_size=64, dtype="float16", head_norms=True, biases=True),
         _call(2, features=128, heads=(2, 2), head_size=64, norm="layer", rope=False, biases=True),
         _call(3, features=128, heads=(3, 1), head_size=128, head_norms=True),
+        _call(2, features=128, heads=(2, 1), head_size=128, head_norms=True, rope=False, rounds=True),
         _call(40, features=128, heads=(2, 2), head_size=64, scaled=False, mean_square=True, rope=False),
         _call(2, features=128, heads=(3, 1), head_size=80, dtype="float32", tags="test ragged"),
         _call(0, features=128, heads=(2, 2), head_size=64, tags="test empty"),
@@ -119,6 +127,7 @@ QKV_PROJECTION = OpSpec(
         _call(2, 300, features=1024, heads=(6, 2), head_size=256, dtype="float16", tags="gpu"),
         _call(520, features=1024, heads=(8, 2), head_size=128, head_norms=True, biases=True, tags="gpu"),
         _call(519, features=1024, heads=(5, 3), head_size=64, head_norms=True, tags="gpu"),
+        _call(519, features=1024, heads=(5, 3), head_size=64, head_norms=True, rounds=True, tags="gpu"),
         _call(1030, features=1024, heads=(16, 8), head_size=128, head_norms=True, tags="gpu"),
         _call(600, features=1024, heads=(12, 4), head_size=64, scaled=False, mean_square=True, tags="gpu"),
         _call(17, features=1024, heads=(16, 4), head_size=128, tags="gpu"),

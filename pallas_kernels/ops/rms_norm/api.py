@@ -20,6 +20,7 @@ def rms_norm(
     residual: jax.Array | None = None,
     returns_total: bool = False,
     epsilon: float = 1e-6,
+    rounds_before_scale: bool = False,
     implementation: Implementation = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Divides each row by its root mean square and multiplies by a scale, after an optional residual sum.
@@ -38,6 +39,8 @@ def rms_norm(
         returns_total: also return total without a residual, where it is x itself. Take it for the residual stream: the
             backward kernel then adds the stream's cotangent, which otherwise is a pass over three arrays.
         epsilon: added to the mean square; a non-negative Python number.
+        rounds_before_scale: whether the normalised rows are rounded to x.dtype before they are multiplied by the scale,
+            as Llama and T5 do: `(total * rsqrt(...)).astype(x.dtype) * scale`.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
             XLA computes the gradients of rows too long for registers.
@@ -58,16 +61,17 @@ def rms_norm(
     (residual,) = optional_arrays("rms_norm", residual=residual)
     check_arguments("rms_norm", x, scale, None, residual)
     epsilon = added_number("rms_norm", "epsilon", epsilon)
+    rounds = static_flag("rms_norm", "rounds_before_scale", rounds_before_scale)
     returns_total = static_flag("rms_norm", "returns_total", returns_total)
     return dispatch_norm(
-        Norm(name="rms_norm", epsilon=epsilon),
+        Norm(name="rms_norm", epsilon=epsilon, rounds_before_scale=rounds),
         x,
         scale,
         None,
         residual,
         returns_total=returns_total,
         reference=lambda x, scale, _, residual: rms_norm_reference(
-            x, scale, residual=residual, returns_total=returns_total, epsilon=epsilon
+            x, scale, residual=residual, returns_total=returns_total, epsilon=epsilon, rounds_before_scale=rounds
         ),
         implementation=implementation,
     )

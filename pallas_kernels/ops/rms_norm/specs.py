@@ -10,9 +10,10 @@ from pallas_kernels.spec_builders import array_call, calls
 
 
 @array_call
-def _call(x, *, scale_dtype=None, residual=True):
+def _call(x, *, scale_dtype=None, residual=True, rounds=False):
     arguments = {"x": x, "scale": parameter("scale", x, scale_dtype), "residual": residual and x}
-    return arguments, scale_dtype and f"{scale_dtype}_scale", residual and "residual"
+    arguments["rounds_before_scale"] = rounds
+    return arguments, scale_dtype and f"{scale_dtype}_scale", residual and "residual", rounds and "rounds_before_scale"
 
 
 RMS_NORM = norm_op(
@@ -27,10 +28,13 @@ RMS_NORM = norm_op(
         _call(4, 512, dtype="float32"),
         _call(4, 256, dtype="float16", residual=False),
         _call(256, residual=False),
+        _call(6, 1024, rounds=True),
+        _call(4, 256, scale_dtype="float32", residual=False, rounds=True),
         _call(4, 1152, scale_dtype="float32", tags="test ragged"),
         _call(4, 1000, tags="test ragged"),
         _call(4, 1000, dtype="float32", residual=False, tags="test ragged"),
         *calls(_call, (2, 4097), (4, 127), tags="test ragged"),
+        _call(2, 20004, dtype="float16", rounds=True, tags="test ragged long"),
         _call(4, 1, dtype="float32", tags="test ragged"),
         _call(2, 20004, tags="test ragged long"),
         _call(2, 16384 + 4096, residual=False, tags="test long"),
@@ -43,6 +47,8 @@ RMS_NORM = norm_op(
         _call(1003, 128, residual=False, tags="gpu"),  # a row for each warp
         _call(700, 201, tags="gpu ragged"),
         _call(333, 8192, scale_dtype="float32", tags="gpu"),
+        _call(1000, 4096, rounds=True, tags="gpu"),
+        _call(64, 65536, rounds=True, tags="gpu long"),
         _call(300, 16384, tags="gpu"),
         *calls(_call, (517, 4096), (300, 8192), dtype="float32", tags="gpu"),
         *calls(_call, (2000, 1152), (1000, 4097), tags="gpu ragged"),

@@ -1,4 +1,4 @@
-"""Sine and cosine of position * frequency inside a kernel, exact for any int32 position.
+"""Sine and cosine of position * frequency, exact for any int32 position.
 
 A float32 angle of position 131072 is off by up to 0.004 radians before any sine is taken. Here angles are counted in
 turns, as fixed-point numbers whose overflow is the full turn: the frequency is an integer of 2**-32 turns and a
@@ -20,6 +20,12 @@ _TURN = 2.0**32
 _QUARTER_BITS = 30
 _SINE = (-1.6666654611e-1, 8.3321608736e-3, -1.9515295891e-4)
 _COSINE = (4.166664568298827e-2, -1.388731625493765e-3, 2.443315711809948e-5)
+
+
+def angle_tables(positions: jax.Array, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Computes cosines and sines of int32 positions' angles, (..., head_size / 2) float32 each."""
+    whole, fraction = turns(head_size, theta)
+    return cosine_and_sine(positions[..., None], jnp.asarray(whole), jnp.asarray(fraction))
 
 
 def turns(head_size: int, theta: float) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,8 @@
 `qkv_projection` normalises heads here, and rotates them with it; without norms its product's epilogue rotates. With
 norms or biases its backward pass runs here, too.
 
-With p a head of a product, r = 1 / sqrt(mean(p**2) + epsilon) and g its cotangent, rotated back, the gradients are
+Cosines and sines come from tables, which XLA computes once for all launches that have them. With p a head of a product,
+r = 1 / sqrt(mean(p**2) + epsilon) and g its cotangent, rotated back, the gradients are
 
     dp = (g * scale - p * r * mean(g * scale * p * r)) * r
     dscale = sum over rows and heads of g * p * r,   dbias = sum over rows of dp
@@ -20,7 +21,6 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.ops.rope.angles import turns
 from pallas_kernels.ops.rope.heads_kernel import Part, Plan, run_block
 from pallas_kernels.ops.rope.pairs import HeadTile, Pairs
 from pallas_kernels.primitives import settings
@@ -52,7 +52,8 @@ class HeadArray:
 
     array: (rows, columns), forward the product, backward the cotangent.
     product: of array's shape and dtype; backward, with a norm.
-    scale: of the norm, (head size,), or None. epsilon: of the norm, or None for no norm.
+    scale: of the norm, (head size,), or None. epsilon: of the norm, or None for no norm. rounds_before_scale: whether
+        normalised heads are rounded before the scale.
     is_rotated: whether heads are rotated. has_bias: whether a backward launch sums the gradient over rows.
     """
 
@@ -60,6 +61,7 @@ class HeadArray:
     product: jax.Array | None = None
     scale: jax.Array | None = None
     epsilon: float | None = None
+    rounds_before_scale: bool = False
     is_rotated: bool = False
     has_bias: bool = False
 
@@ -83,28 +85,30 @@ class HeadResult:
 
 def launch_heads(
     heads: Sequence[HeadArray],
-    positions: jax.Array | None,
+    tables: tuple[jax.Array, jax.Array] | None,
     *,
     size: int,
-    theta: float | None,
     is_backward: bool,
     name: str,
     is_interleaved: bool = False,
+    every: int = 1,
     config: HeadsConfig | None = None,
 ) -> tuple[HeadResult, ...]:
     """Normalises and rotates heads of `size` columns, a power of two, or computes the gradient of that.
 
-    positions: (rows,) int32, or fewer that repeat, if any are rotated, with the base `theta` of the frequencies.
-    name: the kernel's. is_interleaved: whether neighbouring columns are pairs, without norms and biases.
+    tables: cosines and sines, (rows, size / 2) or (rows, size), of all rows or fewer that repeat, if any are rotated.
+    name: the kernel's. is_interleaved: whether neighbouring columns are pairs, without norms and biases. every: of so
+    many heads only the first is rotated.
     """
     busy = [each for each in heads if each.has_work]
     rows, half = busy[0].array.shape[0], size // 2
     pairs = Pairs(dtype=busy[0].array.dtype, is_interleaved=is_interleaved)
-    plan = _plan(busy, size=size, pairs=pairs, is_backward=is_backward, config=config or HeadsConfig())
-    if positions is not None and positions.size != rows and positions.size % plan.tile.rows == 0:
-        plan = replace(plan, period=positions.size)
-    elif positions is not None and positions.size != rows:
-        positions = jnp.tile(positions, rows // positions.size)
+    plan = _plan(busy, size=size, every=every, pairs=pairs, is_backward=is_backward, config=config or HeadsConfig())
+    period = rows if tables is None else tables[0].shape[0]
+    if period != rows and period % plan.tile.rows == 0:
+        plan = replace(plan, period=period)
+    elif tables is not None and period != rows:
+        tables = jnp.tile(tables[0], (rows // period, 1)), jnp.tile(tables[1], (rows // period, 1))
 
     def view(array: jax.Array, fill: float) -> jax.Array:
         return pairs.view(jnp.pad(array, ((0, plan.rows - rows), (0, 0)), constant_values=fill), size)
@@ -121,9 +125,9 @@ def launch_heads(
         if part.has_result:
             viewed = operands[f"array {part.index}"]
             out_types[f"result {part.index}"] = jax.ShapeDtypeStruct(viewed.shape, viewed.dtype)
-    if theta is not None and positions is not None:
-        operands["positions"] = jnp.pad(positions, (0, plan.period - positions.size))
-        operands["whole"], operands["fraction"] = (jnp.asarray(table) for table in turns(size, theta))
+    for kind, table in zip(("cos", "sin"), tables or (), strict=False):
+        by_member = pairs.table(table.astype(jnp.float32) if table.dtype.itemsize > 4 else table, half)
+        operands[kind] = jnp.pad(by_member, ((0, plan.period - table.shape[0]), (0, 0), (0, 0)))
     scratch = {}
     if sum_lines := plan.sum_lines:
         count = max(lines.stop for lines in sum_lines.values())
@@ -159,13 +163,16 @@ def launch_heads(
     return tuple(result(next(parts), each.array) if each.has_work else HeadResult(array=each.array) for each in heads)
 
 
-def _plan(heads: Sequence[HeadArray], *, size: int, pairs: Pairs, is_backward: bool, config: HeadsConfig) -> Plan:
+def _plan(
+    heads: Sequence[HeadArray], *, size: int, every: int, pairs: Pairs, is_backward: bool, config: HeadsConfig
+) -> Plan:
     rows = heads[0].array.shape[0]
     parts = tuple(
         Part(
             index=i,
             heads=each.array.shape[1] // size,
             epsilon=each.epsilon,
+            rounds_before_scale=each.rounds_before_scale,
             is_rotated=each.is_rotated,
             has_scale=each.scale is not None,
             has_bias=each.has_bias,
@@ -187,6 +194,7 @@ def _plan(heads: Sequence[HeadArray], *, size: int, pairs: Pairs, is_backward: b
         groups = -(-units // max(1, min(config.trips, units * strips // (4 * blocks))))
     return Plan(
         size=size,
+        every=every,
         rows=max(rows, tile.rows),
         period=max(rows, tile.rows),
         pairs=pairs,

@@ -2,8 +2,8 @@
 
 A tile is several rows of one head, so that a launch takes any number of heads, and a tile's angles serve all heads of
 its rows. A warp has whole rows of the tile, and each thread both members of its pairs, so that the sums over a head are
-shuffles. Blocks are persistent. Each has a strip of neighbouring heads, computes the angles of a tile's rows once for
-all of them, and keeps the sums over its rows in registers.
+shuffles. Blocks are persistent. Each has a strip of neighbouring heads, reads the cosines and sines of a tile's rows
+once for all of them, and keeps the sums over its rows in registers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.ops.rope.angles import cosine_and_sine
 from pallas_kernels.ops.rope.pairs import HeadTile, Members, Pairs
 from pallas_kernels.primitives.compat import store
 
 Refs = dict[str, Any]
 Sums = dict[str, list[Members]]
 """Sums over rows, by kind: of "scale" over all heads of a strip, of "bias" for each head."""
+Angles = tuple[Members, Members]
+"""Cosines and sines, each for the first and the second members of pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Part:
     index: int
     heads: int
     epsilon: float | None
+    rounds_before_scale: bool
     is_rotated: bool
     has_scale: bool
     has_bias: bool
@@ -48,13 +50,15 @@ class Part:
 class Plan:
     """The static parameters of a launch.
 
-    size: columns of a head. rows: at least those of a tile. period: the positions, which repeat over the rows.
+    size: columns of a head. every: of so many heads the first is rotated. rows: at least those of a tile. period: rows
+    of cosines and sines, which repeat.
     tile: of each member of a head's pairs.
     strip: heads of a strip, which divides each part's. at_once: those that are read together; all of a strip with sums
     for biases. groups: of rows, with a block for each strip.
     """
 
     size: int
+    every: int
     rows: int
     period: int
     pairs: Pairs
@@ -133,7 +137,7 @@ class _Strip:
             for j, value in enumerate(values):
                 self._write_sum(first + j, value)
 
-    def _heads(self, heads: list[Any], rows: pl.Slice, start: Any, angles: Members | None, sums: Sums) -> Sums:
+    def _heads(self, heads: list[Any], rows: pl.Slice, start: Any, angles: Angles | None, sums: Sums) -> Sums:
         """Writes the results of a few heads, and returns the sums with them added."""
         plan, tile = self.plan, self.plan.tile
         sources = [self.refs[name] for kind in ("array", "product") if (name := self._name(kind)) in self.refs]
@@ -141,7 +145,8 @@ class _Strip:
         gain = self._gain() if self.part.has_scale else None
         for j, (head, values) in enumerate(zip(heads, loaded, strict=True)):
             compute = self._gradient if plan.is_backward else self._result
-            result, scale_terms = compute([plan.pairs.members(value) for value in values], gain, angles)
+            own = self._own_angles(head, angles)
+            result, scale_terms = compute([plan.pairs.members(value) for value in values], gain, own)
             if self.part.has_result:
                 rounded = _cast(result, plan.pairs.dtype)
                 plan.pairs.store(self.refs[self._name("result")], rows, head, rounded)
@@ -157,30 +162,46 @@ class _Strip:
         first, second = (_over_rows(ref.at[member], tile).astype(jnp.float32) for member in range(2))
         return first, second
 
-    def _angles(self, rows: pl.Slice) -> Members:
-        """Computes cosines and sines of the rows' angles, for the opposite rotation if backward.
-
-        Like the scale, the frequencies are read for each tile, from the L1 cache: they would take 32 registers.
-        """
-        tile = self.plan.tile
-        whole, fraction = (_over_rows(self.refs[name], tile) for name in ("whole", "fraction"))
-        own = rows
+    def _angles(self, rows: pl.Slice) -> Angles:
+        """Reads cosines and sines of the rows, of the transposed rotation if backward."""
+        tile, own = self.plan.tile, rows
         if self.plan.period < self.plan.rows:
             own = pl.ds(lax.rem(rows.start, self.plan.period), tile.rows)
-        positions = plgpu.load(self.refs["positions"].at[own], layout=tile.layout.reduce(1), optimized=False)
-        cosine, sine = cosine_and_sine(_over_columns(positions, tile), whole, fraction)
-        return cosine, -sine if self.plan.is_backward else sine
 
-    def _result(self, values: list[Members], gain: Members | None, angles: Members | None) -> tuple[Members, None]:
+        def read(table: Any) -> Members:
+            members = [
+                plgpu.load(table.at[own, m], layout=tile.layout, optimized=False).astype(jnp.float32)
+                for m in range(table.shape[1])
+            ]
+            return members[0], members[-1]
+
+        cosines, sines = read(self.refs["cos"]), read(self.refs["sin"])
+        return cosines, (-sines[1], -sines[0]) if self.plan.is_backward else sines
+
+    def _own_angles(self, head: Any, angles: Angles | None) -> Angles | None:
+        """Returns the angles of a head: none where it is not rotated."""
+        if angles is None or self.plan.every == 1:
+            return angles
+        place = lax.broadcast_in_dim(lax.rem(head, self.plan.every), (self.plan.tile.rows, self.plan.tile.half), ())
+        (first, second), (one, two) = (
+            [jnp.where(place == 0, each, jnp.float32(other)) for each in members]
+            for members, other in zip(angles, (1, 0), strict=True)
+        )
+        return (first, second), (one, two)
+
+    def _result(self, values: list[Members], gain: Members | None, angles: Angles | None) -> tuple[Members, None]:
         """Returns the normalised and rotated heads."""
         (product,) = values
         if self.part.epsilon is not None:
             inverse = _over_columns(self._inverse(product, self.part.epsilon), self.plan.tile)
-            product = _scaled(_times(product, inverse), gain)
+            product = _times(product, inverse)
+            if self.part.rounds_before_scale:
+                product = _cast(_cast(product, self.plan.pairs.dtype), jnp.float32)
+            product = _scaled(product, gain)
         return _rotated(product, angles), None
 
     def _gradient(
-        self, values: list[Members], gain: Members | None, angles: Members | None
+        self, values: list[Members], gain: Members | None, angles: Angles | None
     ) -> tuple[Members, Members | None]:
         """Returns the products' gradients, and each row's terms of the scale's gradient."""
         cotangent = _rotated(values[0], angles)
@@ -253,8 +274,8 @@ def _scaled(members: Members, gain: Members | None) -> Members:
     return members if gain is None else (members[0] * gain[0], members[1] * gain[1])
 
 
-def _rotated(members: Members, angles: Members | None) -> Members:
+def _rotated(members: Members, angles: Angles | None) -> Members:
     if angles is None:
         return members
-    (first, second), (cosine, sine) = members, angles
-    return first * cosine - second * sine, second * cosine + first * sine
+    (first, second), (cosines, sines) = members, angles
+    return first * cosines[0] - second * sines[0], second * cosines[1] + first * sines[1]

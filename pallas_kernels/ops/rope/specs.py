@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.ops.rope.api import rope
 from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 from pallas_kernels.ops.rope.reference import rope_reference
+from pallas_kernels.ops.rope.tables import row_tables
 from pallas_kernels.spec_builders import arg_spec, backward_passes, gradients_of, traffic
 from pallas_kernels.specs import ArgSpec, ArraySpec, OpSpec
 
 
 def _call(
-    *sizes: int, dtype: str = "bfloat16", interleaved: bool = False, per_batch: bool = False, tags: str = "test"
+    *sizes: int,
+    dtype: str = "bfloat16",
+    interleaved: bool = False,
+    per_batch: bool = False,
+    columns: int | None = None,
+    rotated: int | None = None,
+    tags: str = "test",
 ) -> ArgSpec:
-    """Makes a call. sizes: batch, tokens, query heads, key heads and columns of a head."""
+    """Makes a call. sizes: batch, tokens, query heads, key heads (0 for no key) and columns of a head.
+
+    columns: those of tables; None for positions.
+    """
     batch, tokens, heads, key_heads, head_size = sizes
     name = f"{batch}x{tokens}x{heads}+{key_heads}x{head_size}-{dtype}"
     name += "-interleaved" * interleaved + "-positions_a_batch" * per_batch
+    name += f"-tables_of_{columns}" * (columns is not None) + f"-rotated_{rotated}" * (rotated is not None)
+    shape = (batch, tokens) if per_batch else (tokens,)
+    table = columns is not None and ArraySpec(shape=(*shape, columns), dtype=dtype)
     arguments = {
         "query": ArraySpec(shape=(batch, tokens, heads, head_size), dtype=dtype),
-        "key": ArraySpec(shape=(batch, tokens, key_heads, head_size), dtype=dtype),
-        "positions": ArraySpec(shape=(batch, tokens) if per_batch else (tokens,), dtype="int32", deviation=1000.0),
+        "key": key_heads > 0 and ArraySpec(shape=(batch, tokens, key_heads, head_size), dtype=dtype),
+        "positions": columns is None and ArraySpec(shape=shape, dtype="int32", deviation=1000.0),
+        "cos": table,
+        "sin": table,
+        "rotated": rotated is not None and rotated,
         "interleaved": interleaved,
-        "theta": interleaved and 500000.0,
+        "theta": interleaved and columns is None and 500000.0,
     }
     return arg_spec(name, arguments, tags)
 
 
-def _backward(*, query, key, positions, theta=10000.0, interleaved=False, cotangents):
-    return rope_rotate(*cotangents, positions=positions, theta=theta, interleaved=interleaved, inverse=True)
+def _backward(*, query, theta=10000.0, rotated=None, interleaved=False, cotangents, **arguments):
+    size = query.shape[-1] if rotated is None else rotated
+    if "positions" in arguments:
+        tables = angle_tables(arguments["positions"].reshape(-1), size, theta)
+    else:
+        tables = row_tables(arguments["cos"], arguments["sin"], query.shape[:2])
+    return rope_rotate(cotangents, *tables, rotated=size, interleaved=interleaved, inverse=True)
 
 
 _TRAFFIC = traffic(read=("query", "key"), written=("query", "key"))
@@ -36,7 +58,7 @@ ROPE = OpSpec(
     name="rope",
     function=rope,
     reference=rope_reference,
-    differentiable=("query", "key"),
+    differentiable=("query", "key", "cos", "sin"),
     batched=("query", "key"),
     arg_specs=(
         _call(1, 3, 8, 4, 128),
@@ -47,6 +69,11 @@ ROPE = OpSpec(
         _call(1, 2, 4, 4, 80, tags="test ragged"),
         _call(1, 7, 3, 1, 128),
         _call(2, 5, 14, 2, 64, dtype="float16", per_batch=True),
+        _call(2, 4, 4, 2, 64, columns=32),
+        _call(2, 3, 4, 2, 64, columns=64, per_batch=True, interleaved=True, dtype="float32"),
+        _call(1, 5, 6, 2, 64, columns=16, rotated=32),
+        _call(1, 4, 3, 0, 64, columns=32, rotated=32, per_batch=True, interleaved=True),
+        _call(1, 3, 2, 1, 80, columns=32, rotated=32, tags="test ragged"),
         _call(0, 2, 4, 4, 64, tags="test empty"),
         _call(2, 500, 32, 8, 128, tags="gpu"),
         _call(2, 333, 32, 8, 128, dtype="float32", per_batch=True, tags="gpu"),
@@ -57,6 +84,10 @@ ROPE = OpSpec(
         _call(2, 333, 32, 8, 128, interleaved=True, per_batch=True, tags="gpu"),
         _call(2, 333, 32, 32, 64, dtype="float32", interleaved=True, tags="gpu"),
         _call(2, 333, 16, 8, 128, dtype="float16", interleaved=True, tags="gpu"),
+        _call(2, 333, 32, 8, 128, columns=64, per_batch=True, tags="gpu"),
+        _call(2, 333, 32, 8, 128, columns=128, tags="gpu"),
+        _call(2, 333, 32, 32, 64, columns=8, rotated=16, tags="gpu"),
+        _call(2, 333, 32, 0, 128, columns=32, rotated=64, interleaved=True, tags="gpu"),
         _call(2, 4096, 32, 8, 128, tags="gpu bench block"),
         _call(8, 4096, 32, 8, 128, tags="gpu bench"),
         _call(8, 4096, 32, 8, 128, interleaved=True, tags="gpu bench"),

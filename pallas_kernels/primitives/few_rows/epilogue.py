@@ -153,7 +153,7 @@ class Finish:
         def angles(group: int) -> tuple[jax.Array, jax.Array] | None:
             if self.rotation is None or group not in firsts:
                 return None
-            return self.rotation.load(self.extras, group, self.problem.tokens)
+            return self.rotation.load(self.extras, group)
 
         return [
             Ready(

@@ -1,12 +1,11 @@
 """The rotation of heads: columns i and i + size / 2 of each head are rotated as a pair, by their row's angle.
 
-A tile holds whole heads, and one warpgroup finishes both halves, so both columns of a pair are in its registers. It
-computes the angles, too, 64 for each row. A table of them would need a separate launch.
+A tile holds whole heads, and one warpgroup finishes both halves, so both columns of a pair are in its registers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,6 @@ from pallas_kernels.primitives.transposed import GROUP
 
 HEAD_SIZES = (128, 256)
 """Head sizes whose halves are whole groups of columns."""
-Angles = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @jax.tree_util.register_dataclass
@@ -29,37 +27,25 @@ class Rotation:
     """The rotation of the heads of all results except the last.
 
     size: columns of a head, one of `HEAD_SIZES`.
-    positions: (rows,) int32.
-    whole, fraction: (size / 2,) each, int32 and float32: the frequencies, as `angles` takes them.
-    angles: returns cosines and sines for positions, whole and fraction, all of one shape.
+    cos, sin: (rows, size / 2) float32.
     """
 
     size: int = field(metadata={"static": True})
-    positions: jax.Array
-    whole: jax.Array
-    fraction: jax.Array
-    angles: Angles = field(metadata={"static": True})
+    cos: jax.Array
+    sin: jax.Array
 
     def operands(self, tokens: int) -> dict[str, jax.Array]:
         """Returns the arrays in the kernel's form, for this number of rows."""
-        rows = self.positions.shape[0]
-        positions = self.positions if rows in (1, tokens) else jnp.pad(self.positions, (0, tokens - rows))
-        return {"positions": positions, "whole": self.whole, "fraction": self.fraction}
+        missing = ((0, tokens - self.cos.shape[0]), (0, 0))
+        return {"cos": jnp.pad(self.cos, missing).T, "sin": jnp.pad(self.sin, missing).T}
 
-    def load(self, refs: Mapping[str, Any], group: int, tokens: int) -> tuple[jax.Array, jax.Array]:
-        """Computes cosines and sines, (64, tokens) each, for a group of columns in the first half of a head."""
-        shape = (GROUP, tokens)
+    def load(self, refs: Mapping[str, Any], group: int) -> tuple[jax.Array, jax.Array]:
+        """Reads cosines and sines, (64, tokens) each, for a group of columns in the first half of a head."""
         place = pl.ds(group * GROUP % (self.size // 2), GROUP)
-        columns = [
-            plgpu.load(refs[name].at[place], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            for name in ("whole", "fraction")
-        ]
-        if self.positions.shape[0] == 1:
-            positions = plgpu.layout_cast(jnp.full(shape, refs["positions"][0]), plgpu.Layout.WGMMA)
-        else:
-            rows = plgpu.load(refs["positions"], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            positions = lax.broadcast_in_dim(rows, shape, (1,))
-        return self.angles(positions, *(lax.broadcast_in_dim(column, shape, (0,)) for column in columns))
+        cosine, sine = (
+            plgpu.load(refs[name].at[place], layout=plgpu.Layout.WGMMA, optimized=False) for name in ("cos", "sin")
+        )
+        return cosine, sine
 
 
 def rotated(

@@ -18,15 +18,19 @@ from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate, u
 from xlafuse.bench.timing import Candidate
 
 
-def rms_norm(x, scale, residual=None, epsilon=1e-6):
+def rms_norm(x, scale, residual=None, epsilon=1e-6, rounds_before_scale=False):
     """RMS norm, computed in float32 like ours ("gemma"), not in place."""
+    if rounds_before_scale:
+        raise NotImplementedError("Liger rounds once, after the scale")
     if residual is None:
         return (ops.LigerRMSNormFunction.apply(x, scale, epsilon, 0.0, "gemma", False),)
     return ops.LigerFusedAddRMSNormFunction.apply(x, residual, scale, epsilon, 0.0, "gemma", False)
 
 
-def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6):
+def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6, rounds_before_scale=False):
     """Layer norm with scale and bias; PyTorch adds the residual."""
+    if rounds_before_scale:
+        raise NotImplementedError("Liger rounds once, after the scale")
     if scale is None or bias is None:
         raise NotImplementedError("Liger's layer norm takes a scale and a bias")
     total = x if residual is None else x + residual

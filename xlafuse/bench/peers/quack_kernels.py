@@ -18,8 +18,10 @@ def _rows(x):
     return x.reshape(-1, x.shape[-1])
 
 
-def rms_norm(x, scale=None, residual=None, epsilon=1e-6):
+def rms_norm(x, scale=None, residual=None, epsilon=1e-6, rounds_before_scale=False):
     """See `pallas_kernels.rms_norm`."""
+    if rounds_before_scale:
+        raise NotImplementedError("quack rounds once, after the scale")
     if residual is None:
         return (quack.rmsnorm(x, scale, eps=epsilon),)
     return quack.rmsnorm(x, scale, residual=residual, eps=epsilon, prenorm=True)
@@ -40,8 +42,10 @@ class _LayerNorm(torch.autograd.Function):
         return *layernorm_bwd(x, scale, dy.contiguous(), rstd, mean), None
 
 
-def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6):
+def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6, rounds_before_scale=False):
     """See `pallas_kernels.layer_norm`; PyTorch adds the residual."""
+    if rounds_before_scale:
+        raise NotImplementedError("quack rounds once, after the scale")
     if scale is None or bias is None:
         raise NotImplementedError("quack's layer norm is compared with a scale and a bias")
     total = x if residual is None else x + residual

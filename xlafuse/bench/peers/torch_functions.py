@@ -117,16 +117,20 @@ _PRODUCTS = {
 }
 
 
-def rms_norm(x, scale=None, residual=None, epsilon=1e-6):
+def rms_norm(x, scale=None, residual=None, epsilon=1e-6, rounds_before_scale=False):
     """See `pallas_kernels.rms_norm`."""
+    if rounds_before_scale:
+        raise NotImplementedError("PyTorch rounds once, after the scale")
     total = x if residual is None else x + residual
     scale = None if scale is None else scale.float()
     y = F.rms_norm(total.float(), (x.shape[-1],), scale, epsilon).to(x.dtype)
     return (y,) if residual is None else (y, total)
 
 
-def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6):
+def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6, rounds_before_scale=False):
     """See `pallas_kernels.layer_norm`."""
+    if rounds_before_scale:
+        raise NotImplementedError("PyTorch rounds once, after the scale")
     total = x if residual is None else x + residual
     scale = None if scale is None else scale.float()
     bias = None if bias is None else bias.float()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,11 +51,23 @@ def _moved(propose: Callable[[Value], Iterator[Proposal]]) -> Callable[[Value], 
     return moved
 
 
-def _late_scale(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
-    """Computes RMSNorm as many libraries do for Llama: rounded before it is scaled."""
-    value = x.astype(wide(x.dtype))
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(value), axis=-1, keepdims=True) + epsilon)
-    return ((value * inverse).astype(x.dtype) * scale).astype(x.dtype)
+def _scaled(*columns: str) -> list[Callable[[Value], Iterator[Proposal]]]:
+    """Returns what proposes the arguments of norms: in float32, and if there are any columns, after rounding, too."""
+    rounded = [partial(_scaled_after_rounding, columns=columns, narrow=narrow) for narrow in (True, False)]
+    return [lambda value: _rows(value, *columns), *(rounded if columns else ())]
+
+
+def _scaled_after_rounding(value: Value, *, columns: Sequence[str], narrow: bool) -> Iterator[Proposal]:
+    """Proposes what `_rows` does for a value of 16 bits that is computed from rounded ones."""
+    if is_narrow(value) and any(_is_rounded(each) for each in before(value, BY_ELEMENT, _REACH) if each is not value):
+        for each in _rows(value, *columns, narrow=narrow):
+            yield replace(each, static={"rounds_before_scale": True})
+
+
+def _is_rounded(value: Value) -> bool:
+    if value.equation is None or value.primitive != "convert_element_type":
+        return False
+    return is_narrow(value) and value.equation.inputs[0].dtype == wide(value.dtype)
 
 
 def _without_scale(x: jax.Array, *, epsilon: float) -> jax.Array:
@@ -70,7 +82,13 @@ def _ones(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fast_variance(
-    x: jax.Array, scale: jax.Array | None = None, bias: jax.Array | None = None, *, epsilon: float, clipped: bool
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    epsilon: float,
+    clipped: bool,
+    rounds_before_scale: bool = False,
 ) -> jax.Array:
     """Computes LayerNorm with the variance as E[x²] - E[x]², as Flax does by default."""
     value = x.astype(wide(x.dtype))
@@ -78,6 +96,7 @@ def _fast_variance(
     variance = jnp.mean(jnp.square(value), axis=-1, keepdims=True) - jnp.square(mean)
     variance = jnp.maximum(0.0, variance) if clipped else variance
     y = (value - mean) * jax.lax.rsqrt(variance + epsilon)
+    y = y.astype(x.dtype) if rounds_before_scale else y
     y = y if scale is None else y * scale
     return (y if bias is None else y + bias).astype(x.dtype)
 
@@ -119,32 +138,26 @@ def _grouped(
 def _norms() -> Iterator[Spelling]:
     common: dict[str, Any] = {"roots": _ENDS, "needs": frozenset(("sqrt", "reduce_sum")), "unknowns": _EPSILON}
     rms = {**common, "operation": "rms_norm", "floating": frozenset(("scale",))}
-    yield Spelling(function=rms_norm_reference, propose=lambda value: _rows(value, "scale"), **rms)
+    for propose in _scaled("scale"):
+        yield Spelling(function=rms_norm_reference, propose=propose, **rms)
     yield Spelling(function=_without_scale, propose=_rows, prepare=_ones, **rms)
     yield Spelling(function=_without_scale, propose=_moved(_rows), difference=_MOVED, **rms)
     of_columns = _moved(lambda value: _rows(value, "scale"))
     yield Spelling(function=rms_norm_reference, propose=of_columns, difference=_MOVED, **rms)
     for columns in (("scale", "bias"), ("scale",), ("bias",), ()):
-        layer = {**common, "operation": "layer_norm", "floating": frozenset(columns)}
-
-        def propose(value: Value, columns: tuple[str, ...] = columns) -> Iterator[Proposal]:
-            return _rows(value, *columns)
-
-        yield Spelling(function=layer_norm_reference, propose=propose, **layer)
-        for clipped in (True, False):
-            yield Spelling(function=partial(_fast_variance, clipped=clipped), propose=propose, **layer)
-        yield Spelling(function=layer_norm_reference, propose=_moved(propose), difference=_MOVED, **layer)
+        layer: dict[str, Any] = {**common, "operation": "layer_norm", "needs": common["needs"] | {"sub"}}
+        first, *others = _scaled(*columns)
+        for clipped in (None, True, False):
+            function = layer_norm_reference if clipped is None else partial(_fast_variance, clipped=clipped)
+            yield Spelling(function=function, propose=first, floating=frozenset(columns), **layer)
+            for propose in others:  # the scale's dtype is that of its sum with the bias
+                floating = frozenset(columns[-1:])
+                yield Spelling(function=function, propose=propose, floating=floating, **layer)
+        moved = _moved(first)
+        yield Spelling(function=layer_norm_reference, propose=moved, difference=_MOVED, **layer)
     for clipped in (None, True, False):
         function = partial(_grouped, clipped=clipped)
         yield Spelling(operation="layer_norm", function=function, propose=_groups, difference=_GROUPS, **common)
-    for narrow in (True, False):
-        yield Spelling(
-            function=_late_scale,
-            propose=lambda value, narrow=narrow: _rows(value, "scale", narrow=narrow) if is_narrow(value) else iter(()),
-            allowed_by="rounding",
-            difference="the scale is multiplied after the cast, so that the program rounds twice and rms_norm once",
-            **rms,
-        )
 
 
 def _softmax(x: jax.Array, *, scale: float) -> jax.Array:
