@@ -254,3 +254,14 @@ def test_numbers_that_are_no_truth(sites, number):
         return attend(q, k, v, mask=lambda s: jnp.where(jnp.where(mask, number, 0) > 0, s, -1e9))
 
     assert sites(fn, Q, K, V, PADDING) == ["attention"]
+
+
+@pytest.mark.parametrize("number", [-1e9, float(jnp.finfo(BF16).min)])
+def test_layers_share_an_added_mask(sites, number):
+    def fn(q, k, v, seen):
+        added = jnp.where(seen, 0, jnp.asarray(number, F32))
+        for _ in range(2):
+            q = attend(q, k, v, mask=lambda scores: scores + added)
+        return q
+
+    assert sites(fn, Q, K, V, PADDING) == ["attention", "attention"]

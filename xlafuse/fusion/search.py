@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -173,8 +173,9 @@ def _make_site(
     options = spelling.arguments({**proposal.static, **match.numbers})
     results, orders, shared = (value,), (proposal.order,), set()
     covered = equations_between(value, arrays.values())
-    if spelling.changed is not None:
-        covered, shared = (own := _dependent(covered, arrays[spelling.changed].value)), covered - own
+    if spelling.changed:
+        own = _dependent(covered, [arrays[name].value for name in spelling.changed])
+        covered, shared = own, covered - own
     if spelling.operation in ("rms_norm", "layer_norm") and (pair := _summands(arrays)) is not None:
         arrays["x"], arrays["residual"], total = pair
         results, orders = (value, total), (proposal.order, ())
@@ -238,10 +239,10 @@ def _summands(arrays: Mapping[str, Binding]) -> tuple[Binding, Binding, Value] |
     return first, second, total
 
 
-def _dependent(equations: set[Equation], value: Value) -> set[Equation]:
-    """Returns the equations that need a value."""
+def _dependent(equations: set[Equation], values: Sequence[Value]) -> set[Equation]:
+    """Returns the equations that need any of the values."""
     found: set[Equation] = set()
-    pending = [value]
+    pending = list(values)
     while pending:
         for user in pending.pop().users:
             if user in equations and user not in found:

@@ -41,8 +41,8 @@ class Spelling:
     negated: whether the function computes the negative of the operation.
     pieces: returns, for the length of the last axis, the (offset, stride) of each piece that the function returns.
     further: the number of results after those.
-    changed: the array whose equations are the site's alone; those of other arrays, such as a table of cosines or
-        indices, may serve several sites. None: all are.
+    changed: the arrays whose equations are the site's alone; those of others, such as masks, a table of cosines or
+        indices, may serve several sites. Empty: all are.
     """
 
     operation: str
@@ -61,7 +61,7 @@ class Spelling:
     negated: bool = False
     pieces: Callable[[int], tuple[tuple[int, int], ...]] = lambda length: ((0, 1),)
     further: int = 0
-    changed: str | None = None
+    changed: tuple[str, ...] = ()
 
     @property
     def may_be_taken(self) -> bool:

@@ -78,7 +78,8 @@ def rotate(
     if positions is None:
         positions = jnp.arange(query.shape[1], dtype=jnp.int32)
     theta = cast(float, config.rope_theta)
-    return pallas_kernels.rope(query, key, positions, theta=theta, implementation=implementation)
+    rotated = pallas_kernels.rope(query, key, positions, theta=theta, implementation=implementation)
+    return cast(tuple[Array, Array], rotated)
 
 
 def attend(query: Array, key: Array, value: Array, *, is_causal: bool, implementation: str | None) -> Array:

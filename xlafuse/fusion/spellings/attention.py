@@ -229,6 +229,7 @@ def _spellings() -> Iterator[Spelling]:
         roots=frozenset(("dot_general", "transpose", "reshape", "convert_element_type")),
         arguments=_options,
         prepare=_arguments,
+        changed=("query", "key", "value"),  # layers share a mask
         **common,
     )
     yield Spelling(

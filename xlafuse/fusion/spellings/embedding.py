@@ -78,7 +78,7 @@ SPELLINGS: tuple[Spelling, ...] = tuple(
         propose=partial(_lookups, casts_first=casts_first),
         roots=frozenset(("gather", "convert_element_type")),
         needs=frozenset(("gather",)),
-        changed="table",
+        changed=("table",),
     )
     for casts_first in (False, True)
 )

@@ -113,7 +113,7 @@ def _spellings() -> Iterator[Spelling]:
         common: dict[str, Any] = {
             "operation": "rotation",
             "pieces": neighbours if interleaved else halves,
-            "changed": "x",
+            "changed": ("x",),
         }
         for narrow, negates, columns in itertools.product((False, True), (False, True), (1, 2)):
             form: dict[str, Any] = {"narrow": narrow, "negates": negates}
