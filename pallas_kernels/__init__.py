@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pallas_kernels.ops.embedding_bag.api import embedding_bag
     from pallas_kernels.ops.gated_activation.api import gated_activation
     from pallas_kernels.ops.gated_linear.api import gated_linear
+    from pallas_kernels.ops.grouped_gated_linear.api import grouped_gated_linear
+    from pallas_kernels.ops.grouped_linear.api import grouped_linear
     from pallas_kernels.ops.layer_norm.api import layer_norm
     from pallas_kernels.ops.linear.api import linear
     from pallas_kernels.ops.linear_cross_entropy.api import linear_cross_entropy
@@ -67,6 +69,8 @@ __all__ = [
     "gated_activation",
     "gated_linear",
     "get_op",
+    "grouped_gated_linear",
+    "grouped_linear",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

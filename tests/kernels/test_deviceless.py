@@ -33,6 +33,7 @@ PARTS = {"attention": 4}
 PRODUCTS = (
     *("linear", "gated_linear", "norm_linear", "qkv_projection", "linear_residual_norm", "quantized_linear"),
     *("lora_linear", "linear_cross_entropy", "attention", "decode_attention", "dot_interaction"),
+    *("grouped_linear", "grouped_gated_linear"),
 )
 """Operations whose kernels multiply matrices, by wgmma."""
 

@@ -133,6 +133,7 @@ _DRAWN = {"attention": _attention, "decode_attention": _decoding}
 """Operations whose arguments are drawn, too; of the others it is the sizes of registered calls."""
 
 _PRODUCT = {"": "*r c", "w": "_ c", "w_gate": "_ c"}
+_GROUPED = {"": "*r c", "w": "f c c", "w_gate": "f c c"}
 _AXES: Mapping[str, Mapping[str, str]] = {
     "rope": {"": "r r f f"},
     "qkv_projection": {"": "*r c", "w_q": "_ f", "w_k": "_ f", "w_v": "_ f"},
@@ -146,6 +147,8 @@ _AXES: Mapping[str, Mapping[str, str]] = {
     "linear_residual_norm": _PRODUCT,
     "lora_linear": _PRODUCT,
     "linear_cross_entropy": _PRODUCT,
+    "grouped_linear": _GROUPED,
+    "grouped_gated_linear": _GROUPED,
 }
 """The axes of arguments, "" being the first: rows, columns and bags, which may be resized, and fixed ones.
 

@@ -55,6 +55,7 @@ _CLASSES = {
                             "softmax", "rope", "cross_entropy", "batch_norm"),
     "matrix products": ("linear", "gated_linear", "norm_linear", "qkv_projection", "linear_residual_norm",
                         "quantized_linear", "lora_linear"),
+    "products of experts": ("grouped_linear", "grouped_gated_linear"),
     "linear + cross-entropy": ("linear_cross_entropy",),
     "attention": ("attention",),
     "attention with a cache": ("decode_attention",),

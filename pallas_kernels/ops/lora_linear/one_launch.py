@@ -96,8 +96,8 @@ def _launch(x, w, a, b, bias, *, alpha, config):
         low = _LowRank(problem=problem, split=split, alpha=float(alpha), ring=ring, right=low_right_ref, ready=ready)
 
         def produce():
-            operands = {"a": [x_ref, low_ref], "b": [w_ref, b_ref]}
-            producer = Producer(problem=problem, ring=ring, **operands, before_last_part=low.wait)
+            a, b = [x_ref, low_ref], [w_ref, b_ref]
+            producer = Producer(problem=problem, ring=ring, a=a, b=b, before_last_part=low.wait)
             steps = low.for_each_tile(partial(low.load, producer, x_ref, a_ref), producer.tile)
             drain(ring.empty, config.stages, steps)
 

@@ -48,7 +48,7 @@ class Consumer:
             stores[0].begin(row, column)
 
         def multiply(*accumulators):
-            issue = partial(self._issue, columns, accumulators)
+            issue = partial(self.issue, columns, accumulators)
             products = self.problem.accumulators * self.problem.a_form.panels
             run_steps(self.ring, issue, self.problem.steps, before, products=products)
             values = [accumulator[...] for accumulator in accumulators]
@@ -59,7 +59,8 @@ class Consumer:
         types = (plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in range(self.problem.accumulators))
         pl.run_scoped(multiply, *types)
 
-    def _issue(self, columns: int, accumulators: Sequence[Any], _, stage: jax.Array) -> None:
+    def issue(self, columns: int, accumulators: Sequence[Any], _, stage: jax.Array) -> None:
+        """Starts a step's products."""
         for accumulator, right in zip(accumulators, self.ring.b, strict=True):
             for a, b in self._operands(columns, stage, right):
                 plgpu.wgmma(accumulator, a, b)

@@ -105,7 +105,8 @@ def produce(problem: Problem, a_refs: Sequence[Any], b_refs: Sequence[Any], ring
 class Producer:
     """The producer.
 
-    a, b: the operands in device memory. before_last_part: called with a tile's first row before the last of
+    a, b: the operands in device memory. rows: of a left operand's tile that are loaded; None: all that exist.
+    before_last_part: called with a tile's first row before the last of
     `Problem.depths` is loaded for it, or None.
     """
 
@@ -113,6 +114,7 @@ class Producer:
     ring: Ring
     a: Sequence[Any]
     b: Sequence[Any]
+    rows: int | None = None
     before_last_part: Callable[[jax.Array], None] | None = None
 
     def free_stage(self, step: jax.Array) -> jax.Array:
@@ -149,14 +151,19 @@ class Producer:
 
     def _load(self, row: jax.Array, column: jax.Array, step: jax.Array, stage: jax.Array, part: slice) -> None:
         depth = pl.ds(step * self.problem.config.tile_k, self.problem.config.tile_k)
+        self.load(row, column, depth, stage, part)
+
+    def load(self, row: jax.Array, column: jax.Array, depth: pl.Slice, stage: jax.Array, part=slice(None)) -> None:
+        """Loads the operands of a step of the tile at (row, column). part: the operands, if they are several pairs."""
         self.load_left(self.a[part][0], row, depth, stage)
         self._load_right(self.b[part], column, depth, stage)
 
     def load_left(self, ref: Any, row: jax.Array, depth: pl.Slice, stage: jax.Array) -> None:
         """Loads the left operand of a step, for the tile rows from `row` on."""
         problem = self.problem
-        whole = problem.transpose_a or problem.loaded_rows == problem.config.tile_m
-        rows = problem.config.tile_m if whole else problem.loaded_rows
+        most = problem.loaded_rows if self.rows is None else min(self.rows, problem.loaded_rows)
+        whole = problem.transpose_a or most == problem.config.tile_m
+        rows = problem.config.tile_m if whole else most
         index = ordered(pl.ds(row, rows), depth, problem.transpose_a)
         place = self.ring.a.at(stage) if whole else self.ring.a.at(stage, rows=pl.ds(0, rows))
         place.load_async(ref.at[index], self.ring.full.at[stage])
@@ -180,7 +187,7 @@ class Producer:
 def run_steps(
     ring: Ring,
     issue: Callable[[jax.Array, jax.Array], None],
-    steps: int,
+    steps: int | jax.Array,
     before: jax.Array,
     *,
     products: int = 1,
@@ -208,8 +215,12 @@ def run_steps(
     lax.fori_loop(0, steps, step, None)
 
 
-def release_last(ring: Ring, steps: int, before: jax.Array) -> None:
+def release_last(ring: Ring, steps: int | jax.Array, before: jax.Array) -> None:
     """Releases the stages of a tile's last steps, whose products are done by now."""
     config = ring.problem.config
-    for late in range(min(config.in_flight, steps), 0, -1):
-        plgpu.barrier_arrive(ring.empty.at[lax.rem(before + steps - late, config.stages)])
+    for late in range(min(config.in_flight, steps) if isinstance(steps, int) else config.in_flight, 0, -1):
+        stage = ring.empty.at[lax.rem(before + steps - late + config.stages, config.stages)]
+        if isinstance(steps, int):
+            plgpu.barrier_arrive(stage)
+        else:
+            plgpu.barrier_arrive(stage, predicate=steps >= late)

@@ -25,6 +25,7 @@ class Problem:
         and together they fill one row of tiles.
     accumulators: the number of right operands that are multiplied in one tile, with an accumulator each.
     depths: depth of each pair of a left and a right operand, if pairs follow one another along the depth; else empty.
+    has_any_rows: whether tiles begin at any row, and have any number of rows.
     """
 
     m: int
@@ -36,6 +37,7 @@ class Problem:
     transpose_a: bool = False
     transpose_b: bool = False
     depths: tuple[int, ...] = ()
+    has_any_rows: bool = False
 
     @property
     def flops(self) -> Products:
@@ -68,8 +70,8 @@ class Problem:
 
     @property
     def in_panels(self) -> bool:
-        """Whether tiles of left operands and of the result lie in panels (`row_tiles`), as m is no multiple of 8."""
-        return not (self.transpose_a or has_whole_groups(self.m))
+        """Whether tiles of left operands and of the result lie in panels (`row_tiles`)."""
+        return self.has_any_rows or not (self.transpose_a or has_whole_groups(self.m))
 
     @property
     def a_form(self) -> TileForm:

@@ -83,6 +83,7 @@ class Store:
     squares: the output for the sums, over a tile's columns, of the first rounded result's squares; see
         `Problem.squares_shape`. None if not requested.
     line: returns the line of `squares` for a tile's first column.
+    count: how many rows are stored, if not all; only in panels.
     """
 
     pieces: Pieces
@@ -95,6 +96,7 @@ class Store:
     rotation: HeadRotation | None = None
     squares: Any = None
     line: Callable[[jax.Array], jax.Array] | None = None
+    count: jax.Array | None = None
 
     @classmethod
     def of_one_result(
@@ -151,7 +153,7 @@ class Store:
                 squares.append(jnp.sum(jnp.square(results[0].astype(jnp.float32)), axis=1))
             plgpu.commit_smem()
             for buffer, output in zip(buffers, self.outputs, strict=True):
-                buffer.send(output.at[pl.ds(row, pieces.rows), pl.ds(column + start, pieces.columns)])
+                self._send(buffer, output, row, pl.ds(column + start, pieces.columns))
             if "residual" in self.extras and i + pieces.slots < pieces.count:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 self._load_residual(i + pieces.slots, row, column)
@@ -159,6 +161,22 @@ class Store:
             assert self.line is not None
             place = self.squares.at[self.line(column), pl.ds(row, pieces.rows)]
             compat.store(place, functools.reduce(operator.add, squares))
+
+    def _send(self, buffer: RowTiles, output: Any, row: jax.Array, columns: pl.Slice) -> None:
+        rows = self.pieces.rows
+        if self.count is None:
+            buffer.send(output.at[pl.ds(row, rows), columns])
+            return
+
+        def send(first, size):
+            buffer.at(rows=pl.ds(first, size)).send(output.at[pl.ds(row + first, size), columns])
+
+        pl.when(self.count >= rows)(lambda: send(0, rows))
+        size = rows // 2
+        while size:  # a copy for each digit of the number of rows
+            is_needed = (self.count < rows) & (self.count & size != 0)
+            pl.when(is_needed)(partial(send, self.count & -(2 * size), size))
+            size //= 2
 
     def _results(self, products, row, column):
         """Returns a function from a piece's first column and residual to its results."""

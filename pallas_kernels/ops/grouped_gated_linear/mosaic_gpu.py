@@ -1,0 +1,57 @@
+"""Grouped gated linear layers on Mosaic GPU: one launch for all groups, and their gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_backward, gated_activation_forward
+from pallas_kernels.ops.grouped_linear.mosaic_gpu import default_config
+from pallas_kernels.primitives.activations import Activation
+from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.grouped import grouped_product
+from pallas_kernels.primitives.gemm.grouped_gradient import grouped_weight_gradient
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped_gated_linear_mosaic(
+    activation: Activation, x: jax.Array, w_gate: jax.Array, w_up: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """Returns activation(x @ w_gate) * (x @ w_up) by the weights of each row's group. x: (rows, features)."""
+    (y,) = _products(x, w_gate, w_up, group_sizes, Epilogue(activation=activation, gated=True))
+    return y
+
+
+def _products(x, w_gate, w_up, group_sizes, epilogue):
+    config = default_config(x.shape[0], w_gate.shape[0], products=2)
+    options = {"epilogue": epilogue, "config": config, "name": "grouped_gated_linear"}
+    return grouped_product([x], [w_gate, w_up], group_sizes, **options)
+
+
+def _mosaic_fwd(activation, x, w_gate, w_up, group_sizes):
+    # Both products and their gating in a launch of its own: a kernel that stores three results keeps the tensor cores
+    # waiting.
+    gate, up = _products(x, w_gate, w_up, group_sizes, Epilogue())
+    y = gated_activation_forward(gate.reshape(1, -1), up.reshape(1, -1), activation=activation)
+    return y.reshape(gate.shape), (x, w_gate, w_up, group_sizes, gate, up)
+
+
+def grouped_gated_linear_backward(
+    activation: Activation, saved: tuple[jax.Array, ...], dy: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    """Returns the gradients of x, both weights and the sizes (None)."""
+    x, w_gate, w_up, group_sizes, gate, up = saved
+    flat = (each.reshape(1, -1) for each in (gate, up, dy))
+    dgate, dup = gated_activation_backward(*flat, activation=activation)
+    assert dup is not None
+    cotangents = [dgate.reshape(dy.shape), dup.reshape(dy.shape)]
+    options = {"config": default_config(x.shape[0], w_gate.shape[0]), "name": "grouped_gated_linear_gradient"}
+    (dx,) = grouped_product(cotangents, [w_gate, w_up], group_sizes, transpose=True, **options)
+    options = {"dtype": jnp.dtype(w_gate.dtype), "name": "grouped_gated_linear_weight_gradient"}
+    dw_gate, dw_up = (grouped_weight_gradient(x, each, group_sizes, **options) for each in cotangents)
+    return dx, dw_gate, dw_up, None
+
+
+grouped_gated_linear_mosaic.defvjp(_mosaic_fwd, grouped_gated_linear_backward)

@@ -1,0 +1,117 @@
+"""The public function: checks and dispatch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops._products.checks import check_operands, optional_activation
+from pallas_kernels.ops.grouped_linear.mosaic_gpu import grouped_linear_mosaic
+from pallas_kernels.ops.grouped_linear.reference import grouped_linear_reference
+from pallas_kernels.primitives.checks import as_arrays, as_int32, optional_arrays, static_flag
+from pallas_kernels.primitives.gemm.operands import DTYPES
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
+from pallas_kernels.primitives.settings import usual_promotion
+
+_MULTIPLE = 64
+"""Features and outputs are a multiple: of what TMA's widest swizzle holds."""
+
+
+@usual_promotion
+def grouped_linear(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
+    transpose: bool = False,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Multiplies each group of consecutive rows by its own weights, as a layer of experts does with sorted tokens.
+
+    Equivalent to this, with products accumulated in float32 and float32 between the casts:
+
+        y = activation(jax.lax.ragged_dot(x, w, group_sizes) + bias[group of each row])     # zero in rows of no group
+
+    The sizes are data: calls with other sizes run the same program. XLA multiplies all rows by the weights of every
+    group on a GPU, which takes as many times the arithmetic as there are groups. Gradients are kernels, too: one launch
+    for x, and one for all groups' weights, zero for groups without rows. An infinite or NaN value of the cotangent may
+    make the gradient of the weights of a neighbouring group NaN, too.
+
+    Args:
+        x: (rows, features), sorted by group; bfloat16 or float16 (any floating dtype with "xla").
+        w: (groups, features, outputs), of x's dtype; with `transpose` (groups, outputs, features).
+        group_sizes: (groups,), integers: the rows of each group, one group after the other. Rows behind the last group
+            give zeros. Negative sizes count as zero, and groups end at the last row.
+        bias: (groups, outputs), any floating dtype, or None.
+        activation: a name from `pallas_kernels.primitives.activations.ACTIVATIONS`, or None.
+        transpose: whether the weights are stored transposed.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features and outputs must
+            be multiples of 64.
+            "xla": always runs.
+            None: "mosaic" if it can run, else "xla".
+
+    Returns:
+        y, (rows, outputs), of x's dtype.
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit together, or the activation or implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
+
+    Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", 2022,
+    https://arxiv.org/abs/2211.15841
+    """
+    x, w, group_sizes = as_arrays("grouped_linear", x=x, w=w, group_sizes=group_sizes)
+    (bias,) = optional_arrays("grouped_linear", bias=bias)
+    transpose = static_flag("grouped_linear", "transpose", transpose)
+    function = optional_activation("grouped_linear", activation)
+    check_groups("grouped_linear", x, {"w": w}, group_sizes, transpose=transpose)
+    outputs = w.shape[1 if transpose else 2]
+    if bias is not None and (bias.shape != (w.shape[0], outputs) or not jnp.issubdtype(bias.dtype, jnp.floating)):
+        raise ValueError(
+            f"grouped_linear: bias must be floating, {(w.shape[0], outputs)} as w's groups and outputs, got "
+            f"{bias.dtype.name}{list(bias.shape)}."
+        )
+    support = {"mosaic": partial(mosaic_unsupported, x, outputs), "xla": lambda: None}
+    chosen = choose("grouped_linear", implementation, support, preferred=("mosaic",))
+    if chosen == "xla" or x.size == 0 or w.size == 0:
+        options = {"bias": bias, "activation": activation, "transpose": transpose}
+        return grouped_linear_reference(x, w, group_sizes, **options)
+    operands = varying_alike((x, w, bias, as_int32(group_sizes)))
+    y: jax.Array = grouped_linear_mosaic(function, transpose, *operands)  # pyright: ignore
+    return y
+
+
+def mosaic_unsupported(x: jax.Array, outputs: int) -> str | None:
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
+    if x.dtype.name not in DTYPES:
+        return f"x is {x.dtype.name}, the kernels take {', '.join(DTYPES)}"
+    if x.shape[1] % _MULTIPLE or outputs % _MULTIPLE:
+        return f"there are {x.shape[1]} features and {outputs} outputs; the kernels take multiples of {_MULTIPLE}"
+    return mosaic_gpu_unsupported()
+
+
+def check_groups(
+    operation: str, x: jax.Array, weights: dict[str, jax.Array], group_sizes: jax.Array, *, transpose: bool = False
+) -> None:
+    """Raises TypeError or ValueError unless weights, by name, and sizes fit x and one another."""
+    check_operands(operation, x=x, **weights)
+    if x.ndim != 2:
+        raise ValueError(f"{operation}: x must be (rows, features), rows sorted by group, got {x.shape}.")
+    shape = "(groups, outputs, features)" if transpose else "(groups, features, outputs)"
+    for name, w in weights.items():
+        if w.ndim != 3 or w.shape[2 if transpose else 1] != x.shape[1]:
+            raise ValueError(f"{operation}: {name} must be {shape} with the features of x {x.shape}, got {w.shape}.")
+        if w.shape != (first := next(iter(weights.values()))).shape:
+            raise ValueError(f"{operation}: {name} must be like {next(iter(weights))} {first.shape}, got {w.shape}.")
+        if group_sizes.shape != w.shape[:1]:
+            raise ValueError(
+                f"{operation}: group_sizes must be one size a group, {w.shape[:1]}, got {group_sizes.shape}."
+            )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"{operation}: group_sizes must be integers, got {group_sizes.dtype.name}.")

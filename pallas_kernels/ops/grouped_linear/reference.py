@@ -1,0 +1,36 @@
+"""Grouped linear layers in plain `jax.numpy`: the definition, and the implementation `"xla"`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ops._products.checks import optional_activation
+
+
+def group_of_rows(group_sizes: jax.Array, rows: int) -> jax.Array:
+    """Returns each row's group, (rows,) int32; the number of groups for rows of none. Negative sizes count as zero."""
+    ends = jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0))
+    return jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right").astype(jnp.int32)
+
+
+def grouped_linear_reference(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
+    transpose: bool = False,
+) -> jax.Array:
+    """See `pallas_kernels.grouped_linear`. The product is rounded to x's dtype, what follows is in float32."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    group = group_of_rows(group_sizes, x.shape[0])
+    sizes = jnp.bincount(group, length=w.shape[0] + 1)[:-1].astype(jnp.int32)
+    y = lax.ragged_dot(x, w.swapaxes(1, 2) if transpose else w, sizes, preferred_element_type=x.dtype)
+    if bias is not None:
+        y = y.astype(wide) + bias.astype(wide)[group]  # rows of no group take the last one's, and are zero below
+    if function := optional_activation("grouped_linear", activation):
+        y = function.reference(y.astype(wide))
+    return jnp.where((group < w.shape[0])[:, None], y, 0).astype(x.dtype)

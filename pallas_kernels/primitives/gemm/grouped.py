@@ -1,0 +1,226 @@
+"""Products of consecutive groups of rows with a matrix each: which rows belong to which group is known on the device.
+
+A schedule, which XLA computes from the sizes of the groups, lists tiles of rows: each has rows of one group, or rows
+that belong to none, whose results are zero. There is at most one tile more for each group than for as many rows in one
+group. The grid has them all; blocks pass over what is left. Tiles begin at any row. So operands and results lie in
+panels (`row_tiles`), of which TMA loads and stores any number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.primitives.barriers import drain
+from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.gemm.consumer import Consumer
+from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
+from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES
+from pallas_kernels.primitives.gemm.pipeline import Producer, Ring, ring_types
+from pallas_kernels.primitives.gemm.problem import Problem
+from pallas_kernels.primitives.gemm.store import Pieces, Store
+from pallas_kernels.primitives.platform import varying_like
+
+_FEW = 8
+"""Up to so many rows of a tile, no others are loaded."""
+
+Schedule = tuple[jax.Array, jax.Array, jax.Array]
+"""Of each tile its group, first row and the row after its group's last, (tiles,) int32 each."""
+
+
+def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the first row of each group and the row after its last, (groups + 1,) int32 each.
+
+    The last group has the rows of no group. Negative sizes count as zero, and groups that would end behind the last row
+    end there. These are sums of a comparison, not `jnp.cumsum`, as XLA fuses them to one launch.
+    """
+    sizes = jnp.append(jnp.maximum(group_sizes.astype(jnp.int32), 0), rows)
+    place = jnp.arange(sizes.size)
+    starts, ends = (
+        jnp.sum(jnp.where(is_before, sizes, 0), axis=1)
+        for is_before in (place < place[:, None], place <= place[:, None])
+    )
+    return jnp.minimum(starts, rows), jnp.minimum(ends, rows)
+
+
+def schedule_of(group_sizes: jax.Array, rows: int, tile: int) -> Schedule:
+    """Returns tiles of at most `tile` rows. Those that are left over have none: they begin and end at row 0."""
+    starts, ends = group_bounds(group_sizes, rows)
+    counts = -(-(ends - starts) // tile)
+    group = jnp.arange(counts.size)
+    before = jnp.sum(jnp.where(group < group[:, None], counts, 0), axis=1)
+    place = jnp.arange(-(-rows // tile) + group_sizes.size)[:, None] - before
+    is_own = (place >= 0) & (place < counts)
+
+    def of_own(values):
+        return jnp.sum(jnp.where(is_own, values, 0), axis=1, dtype=jnp.int32)
+
+    return of_own(group), of_own(starts + place * tile), of_own(ends)
+
+
+def grouped_product(
+    x: Sequence[jax.Array],
+    weights: Sequence[jax.Array],
+    group_sizes: jax.Array,
+    *,
+    transpose: bool = False,
+    epilogue: Epilogue | None = None,
+    bias: jax.Array | None = None,
+    config: GemmConfig,
+    name: str,
+) -> tuple[jax.Array, ...]:
+    """Returns the epilogue's results, each (rows, outputs) of x's dtype; zeros in rows of no group.
+
+    Args:
+        x: one left operand (rows, features), bfloat16 or float16, whose features are a multiple of 64. Or one for each
+            of the weights: then the products are added up.
+        weights: each (groups, features, outputs), or (groups, outputs, features) with `transpose`, of x's dtype.
+        group_sizes: (groups,), integers: the rows of each group, one group after the other.
+        epilogue: what follows the products, as in `gemm`.
+        bias: (groups, outputs), any floating dtype.
+        config: the tiling, without clusters or several widths.
+    """
+    epilogue = epilogue or Epilogue()
+    (rows, features), outputs, dtype = x[0].shape, weights[0].shape[1 if transpose else 2], x[0].dtype
+    is_sum = len(x) > 1
+    products = 1 if is_sum else len(weights)
+    dtypes = epilogue.dtypes(products, dtype, dtype)
+    stored = sum(dtype.itemsize for dtype in dtypes)
+    config = config.fitted(itemsize=dtype.itemsize, stored_bytes=stored, products=products)
+    problem = Problem(
+        m=rows,
+        widths=(outputs,),
+        k=features * len(x),
+        dtype=dtype,
+        config=config,
+        accumulators=products,
+        transpose_b=transpose,
+        depths=(features,) * len(x) if is_sum else (),
+        has_any_rows=True,
+    )
+    schedule = schedule_of(group_sizes, rows, config.tile_m)
+    extras = {} if bias is None else {"bias": _padded(bias, sum(problem.strip))}
+    panel = SWIZZLE_BYTES // max(dtype.itemsize for dtype in dtypes)
+    pieces = Pieces.of(problem, most_columns=panel)
+    kernel = launcher(
+        problem,
+        partial(_roles, problem, pieces, epilogue, dtypes),
+        name=name,
+        out_type=[jax.ShapeDtypeStruct((rows, outputs), dtype) for dtype in dtypes],
+        scratch_types=(
+            ring_types(problem),
+            [pieces.scratch(dtype, config.warpgroups) for dtype in dtypes],
+            plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
+        ),
+    )
+    results = kernel(schedule, list(x), list(weights), extras)
+    return tuple(varying_like(result, *schedule, *x, *weights, *extras.values()) for result in results)
+
+
+def _padded(bias: jax.Array, multiple: int) -> jax.Array:
+    """Pads each group's bias with zeros to a multiple, because ordinary loads read past its end."""
+    return jnp.pad(bias, ((0, 0), (0, -bias.shape[1] % multiple)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTile:
+    """A tile's group, first row and number of rows. is_product: whether it has rows of a group."""
+
+    group: jax.Array
+    first: jax.Array
+    count: jax.Array
+    is_product: jax.Array
+
+
+def _roles(problem: Problem, pieces: Pieces, epilogue: Epilogue, dtypes: Sequence[jnp.dtype], *refs: Any) -> Roles:
+    """Returns the function that `launcher` takes."""
+    schedule, x_refs, w_refs, extra_refs, *outputs, ring_refs, buffers, arrived = refs
+    ring = Ring.of(problem, ring_refs)
+    groups = w_refs[0].shape[0]
+
+    def load_tile(tile: RowTile, column: jax.Array, before: jax.Array) -> None:
+        @pl.when(tile.is_product)
+        def _():
+            own = [ref.at[tile.group] for ref in w_refs]
+            for rows, is_enough in ((_FEW, tile.count <= _FEW), (problem.config.tile_m, tile.count > _FEW)):
+                producer = Producer(problem=problem, ring=ring, a=x_refs, b=own, rows=rows)
+                pl.when(is_enough)(partial(producer.tile, tile.first, column, None, before))
+
+    def produce() -> None:
+        steps = _for_each_tile(problem, schedule, groups, load_tile)
+        drain(ring.empty, problem.config.stages, steps)
+
+    def consume(warpgroup: jax.Array) -> None:
+        first_row = warpgroup * problem.config.warpgroup_rows
+
+        def multiply(tile: RowTile, column: jax.Array, before: jax.Array) -> None:
+            count = tile.count - first_row
+            own = {name: ref.at[tile.group] if name == "bias" else ref for name, ref in extra_refs.items()}
+            store = Store(
+                pieces=pieces,
+                epilogue=epilogue,
+                extras=own,
+                outputs=outputs,
+                buffers=[pieces.tiles(buffer, d).at(warpgroup) for buffer, d in zip(buffers, dtypes, strict=True)],
+                arrived=arrived,
+                first_barrier=warpgroup * pieces.slots,
+                count=count,
+            )
+            consumer = Consumer(problem=problem, ring=ring, stores=[store], first_row=first_row)
+            is_own = tile.is_product & (count > 0)
+            pl.when(is_own)(lambda: consumer.tile(tile.first, column, problem.columns, before))
+            pl.when(tile.is_product & (count <= 0))(lambda: _pass_over(ring, problem.steps, before))
+            zeros = replace(store, epilogue=Epilogue(), extras={})
+            pl.when((tile.group == groups) & (count > 0))(lambda: _store_zeros(zeros, tile.first + first_row, column))
+
+        _for_each_tile(problem, schedule, groups, multiply)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return in_one_warp(produce, *x_refs, *w_refs), consume
+
+
+def _for_each_tile(problem: Problem, schedule: Sequence[Any], groups: int, work: Callable[..., None]) -> jax.Array:
+    """Calls `work(tile, column, before)` for each tile of the block; returns the block's number of steps.
+
+    before: the number of steps of the block's earlier tiles.
+    """
+    rows, columns = schedule[0].shape[0], problem.grid[1]
+
+    @plgpu.nd_loop((rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
+    def steps(info, carry):
+        i, j = plgpu.planar_snake(info.index[0], (rows, columns), 0, min(problem.config.group, rows))
+        group, first, end = (each[i] for each in schedule)
+        count = jnp.minimum(end - first, problem.config.tile_m)
+        is_product = (group < groups) & (count > 0)
+        tile = RowTile(group=group, first=first, count=count, is_product=is_product)
+        work(tile, j * problem.columns, carry)
+        return carry + jnp.where(is_product, problem.steps, 0)
+
+    return steps  # pyright: ignore[reportReturnType]: the decorator gives the last carry
+
+
+def _pass_over(ring: Ring, steps: int, before: jax.Array) -> None:
+    """Releases the stages of a tile in which the warpgroup has no rows."""
+
+    def step(i, _):
+        stage = lax.rem(before + i, ring.problem.config.stages)
+        plgpu.barrier_wait(ring.full.at[stage])
+        plgpu.barrier_arrive(ring.empty.at[stage])
+
+    lax.fori_loop(0, steps, step, None)
+
+
+def _store_zeros(store: Store, row: jax.Array, column: jax.Array) -> None:
+    """Stores zeros in all results."""
+    shape = store.pieces.rows, store.pieces.width
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    store.finish([zeros] * len(store.outputs), row, column)

@@ -1,0 +1,173 @@
+"""Products of the transposed rows of a group with others: the gradient of each group's matrix.
+
+Each tile of each group's result adds up the group's rows. TMA loads steps of rows from a multiple of eight on, so the
+first step of a group may have rows of the group before, and the last one rows of the next. The consumers set those of
+the left operand to zero in shared memory, and those of the right one where they belong to no group. The result of a
+group without rows is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.primitives.barriers import drain
+from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.gemm.consumer import Consumer
+from pallas_kernels.primitives.gemm.grouped import group_bounds
+from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
+from pallas_kernels.primitives.gemm.operands import padded_rows
+from pallas_kernels.primitives.gemm.pipeline import Producer, Ring, release_last, ring_types, run_steps
+from pallas_kernels.primitives.gemm.problem import Problem
+from pallas_kernels.primitives.gemm.store import Pieces, Store
+from pallas_kernels.primitives.platform import target_device, varying_like
+
+_ALIGNED = 8
+"""TMA's groups of rows."""
+_COLUMNS = 64
+"""Columns that are masked at once."""
+CONFIG = GemmConfig()
+
+
+def grouped_weight_gradient(
+    x: jax.Array, dy: jax.Array, group_sizes: jax.Array, *, dtype: jnp.dtype, name: str, config: GemmConfig = CONFIG
+) -> jax.Array:
+    """Returns x[rows].T @ dy[rows] of each group's rows, (groups, features, outputs) of `dtype`.
+
+    x: (rows, features), dy: (rows, outputs), of one 16-bit dtype; features and outputs are multiples of 64.
+    group_sizes: (groups,), integers.
+    """
+    groups, features, outputs = group_sizes.size, x.shape[1], dy.shape[1]
+    bounds = group_bounds(group_sizes, x.shape[0])
+    x, dy = padded_rows(x, _ALIGNED), padded_rows(dy, _ALIGNED)
+    config = config.fitted(itemsize=x.dtype.itemsize, stored_bytes=dtype.itemsize)
+    problem = Problem(m=features, widths=(outputs,), k=x.shape[0], dtype=x.dtype, config=config, transpose_a=True)
+    pieces = Pieces.of(problem)
+    tiles = groups * problem.grid[0] * problem.grid[1]
+    kernel = launcher(
+        problem,
+        partial(_roles, problem, pieces, groups),
+        name=name,
+        out_type=jax.ShapeDtypeStruct((groups, features, outputs), dtype),
+        scratch_types=(
+            ring_types(problem),
+            pieces.scratch(dtype, config.warpgroups),
+            plgpu.Barrier(num_arrivals=config.warpgroups),
+            plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
+        ),
+        blocks=min(target_device().core_count, tiles),
+    )
+    return varying_like(kernel(bounds, x, dy), *bounds, x, dy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A group's rows. first: of its first step. all: the number of rows of all groups."""
+
+    start: jax.Array
+    end: jax.Array
+    first: jax.Array
+    steps: jax.Array
+    all: jax.Array
+
+
+def _roles(problem: Problem, pieces: Pieces, groups: int, *refs: Any) -> Roles:
+    """Returns the function that `launcher` takes."""
+    bounds, x_ref, dy_ref, output, ring_refs, buffer, masked, arrived = refs
+    ring, depth = Ring.of(problem, ring_refs), problem.config.tile_k
+
+    def load_tile(_, rows: Group, row: jax.Array, column: jax.Array, before: jax.Array) -> None:
+        producer = Producer(problem=problem, ring=ring, a=[x_ref], b=[dy_ref])
+
+        def step(i, _):
+            producer.load(row, column, pl.ds(rows.first + i * depth, depth), producer.free_stage(before + i))
+
+        lax.fori_loop(0, rows.steps, step, None)
+
+    def produce() -> None:
+        drain(ring.empty, problem.config.stages, _for_each_tile(problem, bounds, groups, load_tile))
+
+    def consume(warpgroup: jax.Array) -> None:
+        first_row = warpgroup * problem.config.warpgroup_rows
+
+        def multiply(group, rows: Group, row: jax.Array, column: jax.Array, before: jax.Array) -> None:
+            store = Store.of_one_result(
+                pieces,
+                extras={},
+                output=output.at[group],
+                buffer=pieces.tiles(buffer, output.dtype).at(warpgroup),
+                arrived=arrived,
+                warpgroup=warpgroup,
+            )
+            consumer = Consumer(problem=problem, ring=ring, stores=[store], first_row=first_row)
+
+            def issue(accumulator, i, stage):
+                first = rows.first + i * depth
+                start, end = rows.start - first, rows.end - first
+                own = ring.a.read.at[stage, :, pl.ds(first_row, problem.config.warpgroup_rows)]
+                pl.when((start > 0) | (end < depth))(lambda: _mask(own, start, end))
+
+                @pl.when(first + depth > rows.all)
+                def _():
+                    width = problem.columns // problem.config.warpgroups
+                    _mask(ring.b[0].at[stage, :, pl.ds(warpgroup * width, width)], start, end)
+                    plgpu.barrier_arrive(masked)
+                    plgpu.barrier_wait(masked)
+
+                consumer.issue(problem.columns, [accumulator], i, stage)
+
+            def product(accumulator):
+                run_steps(ring, partial(issue, accumulator), rows.steps, before)
+                value = accumulator[...]
+                release_last(ring, rows.steps, before)
+                store.finish([value], row + first_row, column)
+
+            shape = problem.config.warpgroup_rows, problem.columns
+            pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+        _for_each_tile(problem, bounds, groups, multiply)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return in_one_warp(produce, x_ref, dy_ref), consume
+
+
+def _for_each_tile(problem: Problem, bounds: Sequence[Any], groups: int, work: Callable[..., None]) -> jax.Array:
+    """Calls `work(group, rows, row, column, before)` for each tile of the block; returns its number of steps."""
+    config, (rows, columns) = problem.config, problem.grid
+
+    @plgpu.nd_loop((groups * rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
+    def steps(info, carry):
+        group = lax.div(info.index[0], rows * columns)
+        place = lax.rem(info.index[0], rows * columns)
+        i, j = plgpu.planar_snake(place, (rows, columns), 0, min(config.group, rows))
+        start, end = (each[group] for each in bounds)
+        first = start & -_ALIGNED
+        own = jnp.where(end > start, pl.cdiv(end - first, config.tile_k), 0)
+        work(
+            group,
+            Group(start=start, end=end, first=first, steps=own, all=bounds[0][groups]),
+            i * config.tile_m,
+            j * config.tile_n,
+            carry,
+        )
+        return carry + own
+
+    return steps  # pyright: ignore[reportReturnType]: the decorator gives the last carry
+
+
+def _mask(tile: Any, start: jax.Array, end: jax.Array) -> None:
+    """Sets the rows before `start` and from `end` on to zero."""
+    for first in range(0, tile.shape[1], _COLUMNS):
+        place = tile.at[:, pl.ds(first, _COLUMNS)]
+        values = plgpu.load(place, layout=plgpu.Layout.WGMMA)
+        row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+        place[...] = jnp.where((row >= start) & (row < end), values, jnp.zeros_like(values))
+    plgpu.commit_smem()
