@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import grouped_gated_linear, grouped_linear
 from pallas_kernels.primitives.gemm.grouped import schedule_of
 
-ROWS, FEATURES, OUTPUTS = 200, 64, 128
+ROWS, FEATURES, OUTPUTS = 200, 128, 192
 SIZES = {
     "all in one": [0, 200, 0],
     "none": [0, 0, 0],

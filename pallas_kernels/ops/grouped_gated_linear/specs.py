@@ -37,10 +37,10 @@ GROUPED_GATED_LINEAR = OpSpec(
     batched=("x", "w_gate", "w_up", "group_sizes"),
     arg_specs=(
         _call(150, features=128, groups=4, outputs=192),
-        _call(70, features=64, groups=9, outputs=128, dtype="float16", activation="gelu_tanh", empty=2),
+        _call(70, features=128, groups=9, outputs=128, dtype="float16", activation="gelu_tanh", empty=2),
         _call(30, features=72, groups=3, outputs=40, tags="test ragged"),
-        _call(0, features=64, groups=2, outputs=128, tags="test empty"),
-        _call(24, features=64, groups=2, outputs=128, fill="zeros", tags="test extreme"),
+        _call(0, features=128, groups=2, outputs=128, tags="test empty"),
+        _call(24, features=128, groups=2, outputs=128, fill="zeros", tags="test extreme"),
         _call(3000, features=1024, groups=17, outputs=1088, activation="gelu_tanh", empty=1, tags="gpu"),
         _call(16384, features=4096, groups=8, outputs=14336, tags="gpu bench"),
         _call(16384, features=2048, groups=64, outputs=1536, tags="gpu bench"),

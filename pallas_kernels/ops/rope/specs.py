@@ -61,7 +61,7 @@ ROPE = OpSpec(
     differentiable=("query", "key", "cos", "sin"),
     batched=("query", "key"),
     arg_specs=(
-        _call(1, 3, 8, 4, 128),
+        _call(1, 5, 8, 4, 128),
         _call(2, 2, 16, 8, 128, dtype="float32", per_batch=True),
         _call(2, 2, 8, 8, 64, interleaved=True),
         _call(1, 3, 4, 4, 256, dtype="float16", per_batch=True),
