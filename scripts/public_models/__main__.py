@@ -2,7 +2,7 @@
 
     python scripts/public_models [MODEL ...] --checkouts FOLDER
     python scripts/public_models --checkouts FOLDER --sites-only
-    python scripts/public_models --checkouts FOLDER --times  # on a machine with a GPU
+    python scripts/public_models --checkouts FOLDER --times [--real 6]  # on a machine with a GPU
     python scripts/public_models --write-page
 
 Needs the extra 'deviceless', no GPU, and the packages of sources.py; a model whose package cannot be imported is left
@@ -19,7 +19,7 @@ import json
 import statistics
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--advice", type=int, default=0, metavar="N", help="print the first N missed fusions, too")
     parser.add_argument("--sites-only", action="store_true", help="compile nothing; keep the launches that are known")
     parser.add_argument("--times", action="store_true", help="time forward pass and step on this GPU, compile no more")
+    parser.add_argument("--real", type=int, metavar="LAYERS", help="time real sizes, with at most so many layers")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to complete; default: %(default)s")
     parser.add_argument("--write-page", action="store_true", help="only write the page")
     options = parser.parse_args(argv)
@@ -69,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for part in parts:
             try:
                 if options.times:
-                    found = {part: {"times": times_of(model, part, options.checkouts)}}
+                    name = "real" if options.real else "times"
+                    found = {part: {name: times_of(model, part, options.checkouts, options.real)}}
                 else:
                     found = run(model, part, options.checkouts, options.advice, compiles=not options.sites_only)
             except ModuleNotFoundError as error:
@@ -125,9 +127,9 @@ def part_of(program: Program, part: str) -> tuple[Callable[..., Any], Callable[[
     return program.loss, step_of if part == "step" else jax.value_and_grad
 
 
-def times_of(model: PublicModel, part: str, checkouts: Path) -> dict[str, Any]:
-    """Times a part of a model on the attached GPU."""
-    program = model.build(checkouts, jnp.bfloat16, "page")
+def times_of(model: PublicModel, part: str, checkouts: Path, layers: int | None) -> dict[str, Any]:
+    """Times a part of a model on the attached GPU. layers: at the real size, with at most so many."""
+    program = model.build(checkouts, jnp.bfloat16, "real" if layers else "page", layers or 1)
     params = jax.jit(program.init)(jax.random.key(0))
     state = (OPTIMIZER.init(params),) if part == "step" else ()
     fn, outer = part_of(program, part)
@@ -136,7 +138,7 @@ def times_of(model: PublicModel, part: str, checkouts: Path) -> dict[str, Any]:
         """Returns a step's loss and first moments, which are a tenth of the gradients: AdamW hides their sizes."""
         return (result[2], result[1][0].mu) if part == "step" else result
 
-    return timed(fn, outer, (params, *state, *program.batch), checked)
+    return {"size": program.size, **timed(fn, outer, (params, *state, *program.batch), checked)}
 
 
 PARTS = ("numerics", "forward", "gradient", "step")
@@ -280,6 +282,7 @@ def page(results: dict[str, Any]) -> str:
         gpus=", ".join(sorted(gpus)),
         most=MOST_REASONS,
         rows="\n".join(rows),
+        real="\n".join(_real_rows(results)),
         sources="\n".join(sources),
         checks="\n".join(checks),
         reasons="\n".join(reasons),
@@ -301,6 +304,15 @@ def _row(name: str, part: str, found: dict[str, Any]) -> str:
         measured = f"{before:,.0f} → {after:,.0f} | {before / after:.2f}"
     counts = f"{left} | {refused} | {launches} | {megabytes} | {estimated}"
     return f"| {name} | {part} | {kernels} | {counts} | {measured} |"
+
+
+def _real_rows(results: dict[str, Any]) -> Iterator[str]:
+    for name, found in results.items():
+        for part in TIMED:
+            if real := found.get(part, {}).get("real"):
+                before, after = real["before"]["wall_us"] / 1e3, real["after"]["wall_us"] / 1e3
+                times = f"{before:.1f} | {after:.1f} | {before / after:.2f}"
+                yield f"| {name} | {part} | {real['size']} | {real['gpu']} | {times} |"
 
 
 def _check(numerics: dict[str, Any] | None) -> str:
@@ -333,14 +345,22 @@ H200 without a GPU; "before" is XLA, "after" is the same program through `fuse` 
   with earlier rules and estimates.
 - Measured are sums of kernel times on {gpus}, both programs in turns (`--times`); what has none was not timed. The
   counts may be newer than the times.
-- Most of what `fuse` refuses, XLA fuses with its neighbours, or it needs `allow=`: the masks of attention that may hide
-  a whole row, and norms that are scaled after the cast. Attention with dropout and recurrent cells gain nothing.
+- Most of what `fuse` refuses, XLA fuses with its neighbours. Recurrent cells gain nothing.
 - Numerics are checked at smaller sizes on the CPU, where operations run by their XLA references: this tests what `fuse`
   replaces, not the kernels, which have tests of their own.
 
 | model | program | kernels | sites left to XLA | refused | launches | MB | estimated µs | measured µs | gain |
 | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
 {rows}
+
+## At real sizes
+
+Wall clock of a call among several in flight, both programs in turns on one GPU (`--times --real LAYERS`). Sizes are the
+published ones, with fewer layers.
+
+| model | program | size | GPU | XLA, ms | `fuse`, ms | gain |
+| --- | --- | --- | --- | ---: | ---: | ---: |
+{real}
 
 ## Errors of loss and gradients
 
