@@ -29,8 +29,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "rope's gradient turns forward": (
         "pallas_kernels/ops/rope/heads_kernel.py",
-        "return cosine, -sine if self.plan.is_backward else sine",
-        "return cosine, sine",
+        "return cosines, (-sines[1], -sines[0]) if self.plan.is_backward else sines",
+        "return cosines, sines",
         "tests/kernels/test_operations.py -k test_values_and_gradients[rope-mosaic",
     ),
     "a causal query does not see its own key": (

@@ -53,7 +53,7 @@ def assert_formulas_are_ours(peer, op, spec):
     try:
         candidate, first = peers.load(peer).candidate(op.name, "forward", cases)
     except NotImplementedError as error:
-        assert "z-loss" in str(error)
+        assert "z-loss" in str(error) or "rope by tables" in str(error)
         return
     assert (candidate.name, candidate.kind, len(candidate.inputs)) == (peer, "peer", 2)
     expected = _peers_results(cases[0], "forward")

@@ -113,7 +113,7 @@ TAKEN = {
     "norm read by all kinds": (
         lambda x, s, w: (norm(x, s) @ w + jnp.tanh(norm(x, s)), norm(x, s).astype(F32) @ w.astype(F32)),
         (X, SCALE, W),
-        ["rms_norm"],
+        ["linear", "rms_norm"],
     ),
     "norm of a sum": (lambda x, y, s, w: norm(x + y, s) @ w, (X, X, SCALE, W), ["rms_norm"]),
     "norm of a transposed sum": (

@@ -194,6 +194,8 @@ def with_angles(arguments: dict[str, Any]) -> dict[str, Any]:
     PyTorch models compute them once for all layers. Compiled together with the rotation, they would be computed for
     every element and take five times as long.
     """
+    if "positions" not in arguments:
+        raise NotImplementedError("rope by tables is not in PyTorch here")
     half = arguments["query"].shape[-1] // 2
     exponents = -torch.arange(half, device=arguments["query"].device, dtype=torch.float32) / half
     frequencies = arguments.get("theta", 10000.0) ** exponents
