@@ -57,3 +57,15 @@ def test_groups_of_rows_that_are_contracted_are_left(sites):
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
     assert sites(lambda x, y, s: lax.ragged_dot_general(x, y, s, numbers), X, X, SIZES) == []
+
+
+def test_one_product_for_gate_and_up(sites):
+    def experts(x, both, sizes):
+        gate, up = jnp.split(lax.ragged_dot(x, both, sizes), 2, axis=1)
+        return jax.nn.silu(gate) * up
+
+    assert sites(experts, X, jnp.concatenate([GATE, UP], 2), SIZES)[-1] == "grouped_linear"
+
+
+def test_weights_that_are_transposed(sites):
+    assert sites(lambda x, w, s: lax.ragged_dot(x, w.swapaxes(1, 2), s), X, DOWN, SIZES) == ["grouped_linear"]

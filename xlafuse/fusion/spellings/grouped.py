@@ -39,10 +39,10 @@ def _gated(
 def _products(value: Value, *, weights: tuple[str, ...]) -> Iterator[Proposal]:
     """Proposes the arguments of the nearest product of groups in 16 bits."""
     products = (each.equation for each in before(value, BY_ELEMENT, _REACH) if each.primitive == PRIMITIVE)
-    if not is_narrow(value) or (product := next(products, None)) is None or len(value.shape) != 2:
+    if not is_narrow(value) or (product := next(products, None)) is None:
         return
     x, w, sizes = product.inputs
-    if len(w.shape) == 3:
+    if len(w.shape) == 3 and w.shape[1:] == (*x.shape[1:], *value.shape[1:]) and value.shape[:1] == x.shape[:1]:
         arrays = {"x": x, **dict.fromkeys(weights, w), "group_sizes": sizes}
         structs = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in arrays.items()}
         yield Proposal(arrays=structs, order=same_order(value))
