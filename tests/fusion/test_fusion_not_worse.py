@@ -47,9 +47,9 @@ def norm(x, scale):
     return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
 
 
-def experts(x, gate, up, down, sizes):
-    h = jax.nn.silu(jax.lax.ragged_dot(x, gate, sizes)) * jax.lax.ragged_dot(x, up, sizes)
-    return jax.lax.ragged_dot(h, down, sizes)
+def experts(x, gate, up, down, sizes, precision=None):
+    gate, up = (jax.lax.ragged_dot(x, w, sizes, precision=precision) for w in (gate, up))
+    return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes, precision=precision)
 
 
 X, SCALE, W = array(4096, 1024), array(1024, dtype=F32), array(1024, 1024)
@@ -58,9 +58,14 @@ EXPERTS = X, array(4, 1024, 2048), array(4, 1024, 2048), array(4, 2048, 1024), a
 WHOLE = array(1024, 4096, dtype=F32), array(4096, 1024, dtype=F32)
 
 LEFT = {
-    "experts": (experts, EXPERTS, "gated_activation", "ragged_dot_general, which computes gate"),
-    "norm after experts": (
-        lambda x, w, sizes, s: norm(jax.lax.ragged_dot(x, w, sizes), s),
+    "exact experts": (
+        lambda *arrays: experts(*arrays, precision="highest"),
+        EXPERTS,
+        "gated_activation",
+        "ragged_dot_general, which computes gate",
+    ),
+    "norm after exact experts": (
+        lambda x, w, sizes, s: norm(jax.lax.ragged_dot(x, w, sizes, precision="highest"), s),
         (X, array(4, 1024, 1024), array(4, dtype=jnp.int32), SCALE),
         "rms_norm",
         "ragged_dot_general, which computes x",
@@ -115,6 +120,7 @@ TAKEN = {
         (X, SCALE, W),
         ["linear", "rms_norm"],
     ),
+    "experts": (experts, EXPERTS, ["grouped_gated_linear", "grouped_linear"]),
     "norm of a sum": (lambda x, y, s, w: norm(x + y, s) @ w, (X, X, SCALE, W), ["rms_norm"]),
     "norm of a transposed sum": (
         lambda x, y, s, w: (norm(jnp.swapaxes(x + y, 0, 1), s) @ w, x + y),

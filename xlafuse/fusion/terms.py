@@ -240,8 +240,8 @@ def head(ref: Ref, *, opposites: bool = True) -> Head | None:
     if name in ELEMENTWISE:
         data = tuple((key, frozen(each)) for key, each in sorted(params.items()) if key in _MEANINGFUL)
         return Head(name, value.dtype, tuple((operand(ref, k), 1) for k in range(len(equation.inputs))), data=data)
-    if name == "gather":
-        data = tuple((key, str(each)) for key, each in sorted(params.items()) if key not in _HINTS)
+    if name in ("gather", "ragged_dot_general"):
+        data = tuple((key, _told(each)) for key, each in sorted(params.items()) if key not in _HINTS)
         parts = tuple((element(each), 1) for each in equation.inputs)
         return Head(name, value.dtype, parts, data=data, whole=ref.indices)
     if name == "custom_jvp_call" and all(each.shape == value.shape for each in equation.inputs):
@@ -252,7 +252,7 @@ def head(ref: Ref, *, opposites: bool = True) -> Head | None:
     return None
 
 
-_HINTS = ("indices_are_sorted", "unique_indices")
+_HINTS = ("indices_are_sorted", "unique_indices", "preferred_element_type", "out_sharding")
 _NEGATED = {"le": ("lt", True), "lt": ("le", True), "ge": ("lt", False), "gt": ("le", False)}
 _SWAPPED = {"ge": "le", "gt": "lt"}
 _MEANINGFUL = ("new_dtype", "y", "rounding_method")
@@ -260,6 +260,11 @@ _DEFAULT_PRECISIONS = (
     *("None", "BF16_BF16_F32", "F16_F16_F32"),
     str((jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT)),
 )
+
+
+def _told(parameter: Any) -> str:
+    """Returns a parameter's text; "default" for a precision that is one."""
+    return "default" if str(parameter) in _DEFAULT_PRECISIONS else str(parameter)
 
 
 def _contraction(ref: Ref, equation: Any) -> Head:

@@ -14,6 +14,7 @@ from xlafuse.fusion.spellings import (
     attention,
     batch_norm,
     embedding,
+    grouped,
     losses,
     low_rank,
     products,
@@ -47,7 +48,7 @@ OF_GRADIENTS = ("embedding",)
 _EVERY: tuple[Spelling, ...] = tuple(
     itertools.chain.from_iterable(
         module.SPELLINGS
-        for module in (attention, losses, low_rank, products, quantized, rope, batch_norm, embedding, rows)
+        for module in (attention, losses, low_rank, grouped, products, quantized, rope, batch_norm, embedding, rows)
     )
 )
 

@@ -1,0 +1,71 @@
+"""Products of groups, `lax.ragged_dot`, with an activation or a gate behind them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from rewriting import normal
+
+ROWS, FEATURES, HIDDEN, GROUPS = 48, 128, 192, 3
+X = normal((ROWS, FEATURES), seed=1).astype(jnp.bfloat16)
+GATE, UP = (normal((GROUPS, FEATURES, HIDDEN), seed=seed).astype(jnp.bfloat16) / 8 for seed in (2, 3))
+DOWN = normal((GROUPS, HIDDEN, FEATURES), seed=4).astype(jnp.bfloat16) / 8
+SIZES = jnp.asarray([20, 0, 25])
+
+
+def wide(x):
+    return x.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_experts(sites, is_wide):
+    def experts(x, gate, up, down, sizes):
+        gate, up = lax.ragged_dot(x, gate, sizes), lax.ragged_dot(x, up, sizes)
+        hidden = (jax.nn.silu(wide(gate)) * wide(up)).astype(x.dtype) if is_wide else jax.nn.silu(gate) * up
+        return lax.ragged_dot(hidden, down, sizes, preferred_element_type=x.dtype)
+
+    assert sites(experts, X, GATE, UP, DOWN, SIZES) == ["grouped_gated_linear", "grouped_linear"]
+
+
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.relu])
+def test_an_activation(sites, activation):
+    told = []
+    assert sites(lambda x, w, s: activation(lax.ragged_dot(x, w, s)), X, UP, SIZES, told=told.append) == [
+        "grouped_linear"
+    ]
+    assert told[0].taken[0].options["activation"] in ("gelu_tanh", "relu")
+
+
+def test_gate_and_up_of_other_groups_are_two_products(sites):
+    def apart(x, gate, up, sizes):
+        return jax.nn.silu(lax.ragged_dot(x, gate, sizes)) * lax.ragged_dot(x, up, sizes[::-1])
+
+    assert sites(apart, X, GATE, UP, SIZES) == ["grouped_linear", "grouped_linear"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"precision": "highest"}, {"preferred_element_type": jnp.float32}], ids=["exact", "float32"]
+)
+def test_what_the_kernels_would_round_is_left(sites, options):
+    assert sites(lambda x, w, s: lax.ragged_dot(x, w, s, **options), X, UP, SIZES) == []
+
+
+def test_groups_of_rows_that_are_contracted_are_left(sites):
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    )
+    assert sites(lambda x, y, s: lax.ragged_dot_general(x, y, s, numbers), X, X, SIZES) == []
+
+
+def test_one_product_for_gate_and_up(sites):
+    def experts(x, both, sizes):
+        gate, up = jnp.split(lax.ragged_dot(x, both, sizes), 2, axis=1)
+        return jax.nn.silu(gate) * up
+
+    assert sites(experts, X, jnp.concatenate([GATE, UP], 2), SIZES)[-1] == "grouped_linear"
+
+
+def test_weights_that_are_transposed(sites):
+    assert sites(lambda x, w, s: lax.ragged_dot(x, w.swapaxes(1, 2), s), X, DOWN, SIZES) == ["grouped_linear"]
