@@ -81,7 +81,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def traced_for[T](target: Target, call: Callable[[], T]) -> T:
-    """Calls what traces a program, so that its operations choose implementations for the target."""
+    """Traces a program as for the target GPU, so that its operations choose implementations for it."""
     from hlo_analysis.capture.cudnn import answer_cudnn_checks
     from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes, under_mesh_of_one
 

@@ -355,8 +355,8 @@ H200 without a GPU; "before" is XLA, "after" is the same program through `fuse` 
 
 ## At real sizes
 
-Wall clock of a call among several in flight, both programs in turns on one GPU (`--times --real LAYERS`). Sizes are the
-published ones, with fewer layers.
+Wall clock of a call among several in flight, both programs in turns on one GPU, one run; `--times --real LAYERS`
+repeats it. Sizes are the published ones, with fewer layers.
 
 | model | program | size | GPU | XLA, ms | `fuse`, ms | gain |
 | --- | --- | --- | --- | ---: | ---: | ---: |

@@ -21,7 +21,7 @@ BIAS = normal((1, HEADS, LENGTH, LENGTH), seed=4)
 SCORES = (BATCH, HEADS, LENGTH, LENGTH)
 KEEP = jax.random.bernoulli(jax.random.key(5), 0.9, SCORES)
 PADDING = (normal((BATCH, 1, 1, LENGTH), seed=6) > 0).at[0].set(False)
-"""The first of the batch sees nothing."""
+"""A padding mask that hides every key of the first sequence."""
 
 Step = Callable[[jax.Array], jax.Array]
 

@@ -1,4 +1,4 @@
-"""Products of groups, `lax.ragged_dot`, with an activation or a gate behind them."""
+"""Grouped products, `lax.ragged_dot`, followed by an activation or a gate."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ SIZES = {
     "fewer than rows": [70, 0, 33],
     "more than rows": [150, 30, 100],
     "negative": [90, -50, 60],
+    "whose sum int32 cannot hold": [50, 2**31 - 1, 2**31 - 1],
     "one row each": [1, 1, 1],
 }
 

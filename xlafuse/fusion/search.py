@@ -240,7 +240,7 @@ def _summands(arrays: Mapping[str, Binding]) -> tuple[Binding, Binding, Value] |
 
 
 def _dependent(equations: set[Equation], values: Sequence[Value]) -> set[Equation]:
-    """Returns the equations that need any of the values."""
+    """Returns the equations that depend on any of the values."""
     found: set[Equation] = set()
     pending = list(values)
     while pending:

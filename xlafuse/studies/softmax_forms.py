@@ -82,4 +82,4 @@ def softmax_fused(x: jax.Array) -> jax.Array:
 FORMS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
     {THREE_KERNEL: softmax_three_kernels, ONLINE: softmax_online}
 )
-"""Ways to compute a softmax, by name, that `pallas_kernels.softmax` does not take."""
+"""Softmax kernels that only the study compares, by name."""

@@ -110,7 +110,7 @@ def masked_scores(
     softcap: float | None = None,
     mask_value: float | None = None,
 ) -> jax.Array:
-    """The softmax's argument, (batch, key heads, group, queries, keys), float32 or wider.
+    """Returns the scores before the softmax, (batch, key heads, group, queries, keys), float32 or wider.
 
     It is `mask_value` where hidden; None: -inf.
     """

@@ -42,7 +42,7 @@ def gated_linear_forward(
 def gated_linear_mosaic(
     activation: Activation, x: jax.Array, row_scale: jax.Array | None, w_gate: jax.Array, w_up: jax.Array
 ) -> jax.Array:
-    """Returns what `gated_linear_forward` does; differentiable."""
+    """Computes the gated linear layer, differentiable; arguments as for `gated_linear_forward`."""
     return gated_linear_forward(x, w_gate, w_up, activation=activation, row_scale=row_scale)
 
 

@@ -11,7 +11,7 @@ from pallas_kernels.ops._products.checks import optional_activation
 
 def group_of_rows(group_sizes: jax.Array, rows: int) -> jax.Array:
     """Returns each row's group, (rows,) int32; the number of groups for rows of none. Negative sizes count as zero."""
-    ends = jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0))
+    ends = jnp.cumsum(jnp.clip(group_sizes.astype(jnp.int32), 0, rows))
     return jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right").astype(jnp.int32)
 
 

@@ -28,22 +28,23 @@ from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES
 from pallas_kernels.primitives.gemm.pipeline import Producer, Ring, ring_types
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.store import Pieces, Store
+from pallas_kernels.primitives.hopper import TMA_ROWS
 from pallas_kernels.primitives.platform import varying_like
 
-_FEW = 8
+_FEW = TMA_ROWS
 """Up to so many rows of a tile, no others are loaded."""
 
 Schedule = tuple[jax.Array, jax.Array, jax.Array]
-"""Of each tile its group, first row and the row after its group's last, (tiles,) int32 each."""
+"""Each tile's group, its first row, and the end of its group's rows, (tiles,) int32 each."""
 
 
 def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the first row of each group and the row after its last, (groups + 1,) int32 each.
+    """Returns where each group's rows start and end, (groups + 1,) int32 each; last are the rows of no group.
 
-    The last group has the rows of no group. Negative sizes count as zero, and groups that would end behind the last row
-    end there. These are sums of a comparison, not `jnp.cumsum`, as XLA fuses them to one launch.
+    Negative sizes count as zero, and groups that would end behind the last row end there. These are sums of a
+    comparison, not `jnp.cumsum`, as XLA fuses them to one launch.
     """
-    sizes = jnp.append(jnp.maximum(group_sizes.astype(jnp.int32), 0), rows)
+    sizes = jnp.append(jnp.clip(group_sizes.astype(jnp.int32), 0, rows), rows)
     place = jnp.arange(sizes.size)
     starts, ends = (
         jnp.sum(jnp.where(is_before, sizes, 0), axis=1)

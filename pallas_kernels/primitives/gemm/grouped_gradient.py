@@ -24,21 +24,16 @@ from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.consumer import Consumer
 from pallas_kernels.primitives.gemm.grouped import group_bounds
 from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
-from pallas_kernels.primitives.gemm.operands import padded_rows
+from pallas_kernels.primitives.gemm.operands import COLUMNS, padded_rows
 from pallas_kernels.primitives.gemm.pipeline import Producer, Ring, release_last, ring_types, run_steps
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.store import Pieces, Store
+from pallas_kernels.primitives.hopper import TMA_ROWS
 from pallas_kernels.primitives.platform import target_device, varying_like
-
-_ALIGNED = 8
-"""TMA's groups of rows."""
-_COLUMNS = 64
-"""Columns that are masked at once."""
-CONFIG = GemmConfig()
 
 
 def grouped_weight_gradient(
-    x: jax.Array, dy: jax.Array, group_sizes: jax.Array, *, dtype: jnp.dtype, name: str, config: GemmConfig = CONFIG
+    x: jax.Array, dy: jax.Array, group_sizes: jax.Array, *, dtype: jnp.dtype, name: str
 ) -> jax.Array:
     """Returns x[rows].T @ dy[rows] of each group's rows, (groups, features, outputs) of `dtype`.
 
@@ -47,8 +42,8 @@ def grouped_weight_gradient(
     """
     groups, features, outputs = group_sizes.size, x.shape[1], dy.shape[1]
     bounds = group_bounds(group_sizes, x.shape[0])
-    x, dy = padded_rows(x, _ALIGNED), padded_rows(dy, _ALIGNED)
-    config = config.fitted(itemsize=x.dtype.itemsize, stored_bytes=dtype.itemsize)
+    x, dy = padded_rows(x, TMA_ROWS), padded_rows(dy, TMA_ROWS)
+    config = GemmConfig().fitted(itemsize=x.dtype.itemsize, stored_bytes=dtype.itemsize)
     problem = Problem(m=features, widths=(outputs,), k=x.shape[0], dtype=x.dtype, config=config, transpose_a=True)
     pieces = Pieces.of(problem)
     tiles = groups * problem.grid[0] * problem.grid[1]
@@ -149,7 +144,7 @@ def _for_each_tile(problem: Problem, bounds: Sequence[Any], groups: int, work: C
         place = lax.rem(info.index[0], rows * columns)
         i, j = plgpu.planar_snake(place, (rows, columns), 0, min(config.group, rows))
         start, end = (each[group] for each in bounds)
-        first = start & -_ALIGNED
+        first = start & -TMA_ROWS
         own = jnp.where(end > start, pl.cdiv(end - first, config.tile_k), 0)
         work(
             group,
@@ -165,8 +160,8 @@ def _for_each_tile(problem: Problem, bounds: Sequence[Any], groups: int, work: C
 
 def _mask(tile: Any, start: jax.Array, end: jax.Array) -> None:
     """Sets the rows before `start` and from `end` on to zero."""
-    for first in range(0, tile.shape[1], _COLUMNS):
-        place = tile.at[:, pl.ds(first, _COLUMNS)]
+    for first in range(0, tile.shape[1], COLUMNS):
+        place = tile.at[:, pl.ds(first, COLUMNS)]
         values = plgpu.load(place, layout=plgpu.Layout.WGMMA)
         row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
         place[...] = jnp.where((row >= start) & (row < end), values, jnp.zeros_like(values))
