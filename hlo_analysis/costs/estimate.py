@@ -9,7 +9,7 @@ The estimate is the longest of these times, plus the least time of a kernel:
 - blocks: the GPU starts them one after the other;
 - vector: element-wise work and reductions, where the PTX is not known or loops;
 - atomics: elements of 16 bits that a scatter adds, each by compare-and-swap, in different places: `longest` is the
-  time if all are added into the same;
+  time if all are added into the same, and the estimate where the indices are one constant;
 - compute: matrix products at the part of the peak that the power limit allows, at the share that products or attention
   kernels reach, and no faster than their blocks fill the multiprocessors (a last wave of few blocks leaves some idle);
 - convolutions: cuDNN's kernel for filters of one channel (depthwise), and its padding of filters of a few;
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 from hlo_analysis.costs.flops import Flops
 from hlo_analysis.costs.roofline import bound
+from hlo_analysis.costs.slow_work import AtomicUpdates
 from hlo_analysis.records import Device, LaunchKind
 
 _WARP = 32
@@ -46,7 +47,7 @@ class Work:
     grid, block: blocks of the kernel and threads of a block; () where not known.
     instructions: those of the kernel's PTX, each once; None where not known.
     resident_warps: of all blocks that a multiprocessor has room for; None where not known.
-    atomic_updates: elements that it adds by compare-and-swap, and of those the elements of one update (a row).
+    atomic_updates: what it adds by compare-and-swap.
     loads_slowly: whether it is a product whose threads load its operands a few bytes at a time.
     transposed: whether it is a product of float32 operands that the matrix units cannot read as they lie.
     filter_channels: input channels that each filter of a convolution sums over; 0 for other launches.
@@ -62,7 +63,7 @@ class Work:
     block: tuple[int, ...] = ()
     instructions: int | None = None
     resident_warps: float | None = None
-    atomic_updates: tuple[int, int] = (0, 0)
+    atomic_updates: AtomicUpdates | None = None
     loads_slowly: bool = False
     transposed: bool = False
     filter_channels: int = 0
@@ -89,27 +90,35 @@ def estimate(work: Work, device: Device) -> float:
 
 
 def longest(work: Work, device: Device) -> float | None:
-    """Estimates the GPU time in µs of a scatter whose updates are all added into the same place, None for others.
+    """Estimates the GPU time in µs of a scatter whose updates are all added into the same place, where data may say so.
+
+    None for other launches, and for scatters that the program itself sends to one place: that is their estimate.
+    """
+    updates = work.atomic_updates
+    if updates is None or updates.places or not device.clock_hz or not device.efficiency.contended_clocks:
+        return None
+    return max(estimate(work, device), _contended_clocks(updates, device) / device.clock_hz * 1e6)
+
+
+def _contended_clocks(updates: AtomicUpdates, device: Device) -> float:
+    """Returns the clocks of updates that are all added into one place.
 
     A thread compares and swaps again after each other thread that has come between, and all threads that run at once
     try the same.
     """
-    elements, width = work.atomic_updates
-    if not elements or not device.clock_hz or not device.efficiency.contended_clocks:
-        return None
-    rivals = min(elements, device.core_count * _THREADS) / width
-    clocks = elements / width * rivals * device.efficiency.contended_clocks
-    return max(estimate(work, device), clocks / device.clock_hz * 1e6)
+    rivals = min(updates.elements, device.core_count * _THREADS) / updates.width
+    return updates.elements / updates.width * rivals * device.efficiency.contended_clocks
 
 
 def _clocked_us(work: Work, device: Device) -> float:
     """Returns the longest of the times that follow from the clock of the multiprocessors."""
     reached, cores = device.efficiency, device.core_count
     blocks = math.prod(work.grid) if work.grid else 0
-    busy = min(blocks or cores, cores)
+    busy, updates = min(blocks or cores, cores), work.atomic_updates
     amounts: list[tuple[float, float]] = [
         (work.cache_bytes, reached.cache_bytes_per_clock * cores),
-        (work.atomic_updates[0], reached.atomics_per_clock * cores),
+        (updates.elements if updates else 0, reached.atomics_per_clock * cores),
+        (_contended_clocks(updates, device) if updates and updates.places == 1 else 0, 1.0),
         (work.flops.total if work.filter_channels == 1 else 0, reached.direct_flops_per_clock * cores),
         (work.bytes_moved, reached.bytes_per_clock * busy),
         (blocks, reached.blocks_per_clock),

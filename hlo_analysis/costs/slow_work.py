@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from hlo_analysis.hlo import Instruction, Shape
@@ -15,18 +16,42 @@ _WORD_BYTES = 4
 _FORWARD_CONVOLUTIONS = ("__cudnn$convForward", "__cudnn$convBiasActivation", "__cudnn$convBackwardInput")
 _ATOMIC_TYPES = ("bf16", "f16")
 """Without an atomic addition: XLA compares and swaps a word until no other thread has come between."""
+_VIEWS = ("bitcast", "broadcast", "convert", "copy", "reshape")
 
 
-def atomic_updates(instructions: Mapping[str, Instruction]) -> tuple[int, int]:
-    """Returns how many elements of 16 bits a scatter combines with those in memory, and how many an update has."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtomicUpdates:
+    """What a scatter combines with elements of 16 bits in memory.
+
+    elements: how many. width: the elements of one update (a row). places: into how many rows, where the program says
+    so; None where data decides.
+    """
+
+    elements: int
+    width: int
+    places: int | None = None
+
+
+def atomic_updates(instructions: Mapping[str, Instruction]) -> AtomicUpdates | None:
+    """Returns what a scatter among the instructions of a launch adds by compare-and-swap, or None without one."""
     for scatter in instructions.values():
         updates = instructions.get(scatter.operands[-1]) if scatter.opcode == "scatter" else None
         if updates is None or scatter.attributes.get("unique_indices") == "true":
             continue
         if updates.shape.element_type in _ATOMIC_TYPES:
-            window = prod(updates.shape.dimensions[axis] for axis in integers(scatter, "update_window_dims"))
-            return updates.shape.element_count, window
-    return 0, 0
+            width = prod(updates.shape.dimensions[axis] for axis in integers(scatter, "update_window_dims"))
+            indices = scatter.operands[len(scatter.operands) // 2]
+            is_one = _is_one_value(instructions, indices)
+            return AtomicUpdates(elements=updates.shape.element_count, width=width, places=1 if is_one else None)
+    return None
+
+
+def _is_one_value(instructions: Mapping[str, Instruction], name: str) -> bool:
+    """Whether all elements of an array are one constant."""
+    instruction = instructions.get(name)
+    while instruction is not None and instruction.opcode in _VIEWS:
+        instruction = instructions.get(instruction.operands[0])
+    return instruction is not None and instruction.opcode == "constant" and instruction.shape.element_count == 1
 
 
 def loads_slowly(instructions: Mapping[str, Instruction]) -> bool:

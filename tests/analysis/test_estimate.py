@@ -11,7 +11,7 @@ from hlo_analysis.costs.coalescing import cache_bytes
 from hlo_analysis.costs.estimate import Work, estimate, longest
 from hlo_analysis.costs.flops import Flops, flops_of
 from hlo_analysis.costs.resources import count_instructions
-from hlo_analysis.costs.slow_work import atomic_updates, filter_channels, is_transposed, loads_slowly
+from hlo_analysis.costs.slow_work import AtomicUpdates, atomic_updates, filter_channels, is_transposed, loads_slowly
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.records import Efficiency, LaunchKind
 from hlo_analysis.targets import load_target
@@ -61,14 +61,18 @@ def test_the_longest_of_memory_compute_and_cache():
 
 def test_vector_work_and_atomics_take_their_time():
     assert took(flops=Flops(vector=10**9)) == pytest.approx(10**9 * 2e6 / DEVICE.vector_flops)
-    assert took("scatter", atomic_updates=(10**8, 64)) == pytest.approx(2000)
+    assert took("scatter", atomic_updates=AtomicUpdates(elements=10**8, width=64)) == pytest.approx(2000)
 
 
 def test_a_scatter_takes_longest_if_all_rows_are_the_same():
-    work = Work(kind="scatter", atomic_updates=(8192 * 1024, 1024))
+    updates = AtomicUpdates(elements=8192 * 1024, width=1024)
+    work = Work(kind="scatter", atomic_updates=updates)
     # 204800 threads add 200 rows of 1024 at once.
     assert longest(work, DEVICE) == pytest.approx(8192 * 200 * 50 / 1e3)
     assert longest(Work(kind="loop"), DEVICE) is None
+    certain = Work(kind="scatter", atomic_updates=replace(updates, places=1))
+    assert longest(certain, DEVICE) is None
+    assert estimate(certain, DEVICE) == pytest.approx(8192 * 200 * 50 / 1e3 + 1)
 
 
 def test_warps_issue_instructions_as_fast_as_there_are_many():
@@ -204,22 +208,29 @@ add {
   ROOT c = bf16[] add(a, b)
 }
 ENTRY main {
-  table = %s[512,64]{1,0} parameter(0)
-  rows = s32[32,1]{1,0} parameter(1)
-  updates = %s[32,1,64]{2,1,0} parameter(2)
-  ROOT s = %s[512,64]{1,0} scatter(table, rows, updates), \
+  table = %(dtype)s[512,64]{1,0} parameter(0)
+  given = s32[32,1]{1,0} parameter(1)
+  zero = s32[] constant(0)
+  equal = s32[32,1]{1,0} broadcast(zero), dimensions={}
+  updates = %(dtype)s[32,1,64]{2,1,0} parameter(2)
+  ROOT s = %(dtype)s[512,64]{1,0} scatter(table, %(rows)s, updates), \
 update_window_dims={1,2}, inserted_window_dims={}, \
-scatter_dims_to_operand_dims={0}, index_vector_dim=1, unique_indices=%s, to_apply=add
+scatter_dims_to_operand_dims={0}, index_vector_dim=1, unique_indices=%(unique)s, to_apply=add
 }"""
 
 
 @pytest.mark.parametrize(
-    ("dtype", "unique", "count"),
-    [("bf16", "false", (2048, 64)), ("f32", "false", (0, 0)), ("bf16", "true", (0, 0))],
+    ("dtype", "rows", "unique", "updates"),
+    [
+        ("bf16", "given", "false", AtomicUpdates(elements=2048, width=64)),
+        ("bf16", "equal", "false", AtomicUpdates(elements=2048, width=64, places=1)),
+        ("f32", "given", "false", None),
+        ("bf16", "given", "true", None),
+    ],
 )
-def test_updates_of_16_bits_are_atomic_unless_unique(dtype: str, unique: str, count: tuple[int, int]):
-    instructions = parse_module(SCATTER % (dtype, dtype, dtype, unique)).entry.instructions
-    assert atomic_updates(instructions) == count
+def test_updates_of_16_bits_are_atomic_unless_unique(dtype: str, rows: str, unique: str, updates: AtomicUpdates | None):
+    text = SCATTER % {"dtype": dtype, "rows": rows, "unique": unique}
+    assert atomic_updates(parse_module(text).entry.instructions) == updates
 
 
 def test_few_blocks_leave_cores_idle():
