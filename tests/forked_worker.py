@@ -26,6 +26,7 @@ from hlo_analysis.capture import process
 _CONTEXT = multiprocessing.get_context("forkserver")
 _WORKER = str(process._WORKER)
 _PATH = os.environ.get("PYTHONPATH")
+_RUNTIME = "MOSAIC_GPU_RUNTIME_LIB_PATH"
 _STARTING = threading.Lock()
 util.get_temp_dir()  # for sockets; before a test counts what captures leave behind
 
@@ -87,8 +88,9 @@ def _work(folder: Path, log: str, environment: dict[str, str], requests: Connect
     os.setsid()
     for descriptor in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), descriptor)
+    runtime = os.environ.get(_RUNTIME, "")  # set where Mosaic was imported
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update({_RUNTIME: runtime, **environment})
     spec = importlib.util.spec_from_file_location("worker", _WORKER)
     assert spec is not None
     assert spec.loader is not None
