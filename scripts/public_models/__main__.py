@@ -312,6 +312,9 @@ def _real_rows(results: dict[str, Any]) -> Iterator[str]:
             if real := found.get(part, {}).get("real"):
                 before, after = real["before"]["wall_us"] / 1e3, real["after"]["wall_us"] / 1e3
                 times = f"{before:.1f} | {after:.1f} | {before / after:.2f}"
+                peer = found[part].get("torch", {})
+                is_alike = all(peer.get(name) == real[name] for name in ("size", "gpu"))
+                times += f" | {peer['wall_us'] / 1e3:.1f} | {peer['wall_us'] / 1e3 / after:.2f}" if is_alike else " | | "
                 yield f"| {name} | {part} | {real['size']} | {real['gpu']} | {times} |"
 
 
@@ -356,10 +359,11 @@ H200 without a GPU; "before" is XLA, "after" is the same program through `fuse` 
 ## At real sizes
 
 Wall clock of a call among several in flight, both programs in turns on one GPU, one run; `--times --real LAYERS`
-repeats it. Sizes are the published ones, with fewer layers.
+repeats it. Sizes are the published ones, with fewer layers. PyTorch runs the same models of transformers by
+`torch.compile`, float32 weights under bfloat16 autocast, in processes of their own (`torch_times.py`).
 
-| model | program | size | GPU | XLA, ms | `fuse`, ms | gain |
-| --- | --- | --- | --- | ---: | ---: | ---: |
+| model | program | size | GPU | XLA, ms | `fuse`, ms | gain | torch.compile, ms | over `fuse` |
+| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |
 {real}
 
 ## Errors of loss and gradients
