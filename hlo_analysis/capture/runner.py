@@ -6,6 +6,7 @@ what is measured is the very executable that the capture describes, with the sam
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -146,7 +147,8 @@ def _time(call: Callable[[], Any]) -> tuple[list[float], dict[str, str]]:
         jax.block_until_ready(call())
         count += 1
     calls = max(2, min(100, round(_TURN_SECONDS * count / spent)))
-    query = ["nvidia-smi", f"--query-gpu={','.join(_GPU_STATE)}", "--format=csv,noheader,nounits", "--id=0"]
+    gpu_id = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
+    query = ["nvidia-smi", f"--query-gpu={','.join(_GPU_STATE)}", "--format=csv,noheader,nounits", f"--id={gpu_id}"]
     try:
         state = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:

@@ -1,14 +1,17 @@
 """Joins a profile to the launch table: finds, call by call, which kernel belongs to which launch.
 
 The kernels of a call come in launch order. A launch with a known kernel name must be where the table has it. Kernels
-between two such launches belong to the library calls between them, each of which may run several kernels.
+between two such launches belong to the library calls between them, each of which may run several kernels. Copies that
+the profile names may run beside the kernels, and are found by name.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 
 from hlo_analysis.errors import DumpError
@@ -22,6 +25,7 @@ _MOST_KERNELS = 8
 """The most kernels of one library call; more kernels with unknown names belong to another program."""
 _COMPILERS = ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 """Packages whose version decides what XLA compiles."""
+_COPY = "MemcpyD2D"
 _OF_THE_HOST = ("MemcpyH2D", "MemcpyD2H")
 
 
@@ -57,11 +61,15 @@ def join(analysis: Analysis, profile: Profile, *, source: str = "profile") -> Me
     Raises:
       ProfileMismatchError: the profile shows no whole call of this program; says which launch differs first.
     """
-    slots = _slots(run_order(analysis.launches))
+    events = _own_events(analysis, profile)
+    copied = {event.operation for event in events if event.name == _COPY}
+    copies = {each.name: each for each in analysis.launches if each.kind == "copy" and each.name in copied}
+    slots = _slots([launch for launch in run_order(analysis.launches) if launch.name not in copies])
     if not slots:
         raise ProfileMismatchError(f"{analysis.label} launches nothing that a profile could show")
     operations = frozenset(launch.name for launch in analysis.launches)
-    calls = _calls(slots, _own_events(analysis, profile), operations)
+    in_order = [event for event in events if event.name != _COPY or event.operation not in copies]
+    calls = _with_copies(_calls(slots, in_order, operations), events, copies)
     samples: dict[int, list[float]] = {}
     kernels: dict[int, tuple[str, ...]] = {}
     totals: list[float] = []
@@ -90,6 +98,22 @@ def join(analysis: Analysis, profile: Profile, *, source: str = "profile") -> Me
             for index, names in sorted(kernels.items())
         ),
     )
+
+
+def _with_copies(
+    calls: Sequence[tuple[_Call, Sequence[KernelEvent]]], events: Sequence[KernelEvent], copies: Mapping[str, Launch]
+) -> list[tuple[_Call, Sequence[KernelEvent]]]:
+    """Returns the calls with the named copies among the events: those that begin before what follows the call."""
+    named = [event for event in events if event.name == _COPY and event.operation in copies]
+    starts = [event.start_us for event in events if event.name != _COPY or event.operation not in copies]
+    found: list[tuple[_Call, Sequence[KernelEvent]]] = []
+    for call, own in calls:
+        after = bisect_right(starts, own[-1].start_us)
+        end = starts[after] if after < len(starts) else inf
+        beside = [event for event in named if own[0].start_us <= event.start_us < end]
+        copied: _Call = [(copies[event.operation], (event,)) for event in beside]
+        found.append((call + copied, sorted((*own, *beside), key=lambda event: event.start_us)))
+    return found
 
 
 def _idle_us(events: Sequence[KernelEvent]) -> float:

@@ -56,6 +56,14 @@ def test_a_library_call_of_several_kernels():
     assert medians(join(together, named)) == {0: 5, 1: 5, 2: 10, 3: 5}
 
 
+def test_copies_that_the_profile_names_run_beside_the_kernels():
+    saved = program(launch(0, "a"), launch(1, "save.1", "copy"), launch(2, "b"), launch(3, "save.2", "copy"))
+    late = profile(["a", "b", "MemcpyD2D@save.1", "MemcpyD2D@save.2"] * 2, [1, 2, 3, 4, 1, 2, 5, 6])
+    measured = join(saved, late)
+    assert medians(measured) == {0: 1, 1: 4, 2: 2, 3: 5}
+    assert (measured.calls, measured.kernel_us) == (2, 12)
+
+
 def test_loops_run_their_body_again_and_again():
     body = [launch(1, "attend", repeat=3, body="layer"), launch(2, "dot", "cublas", repeat=3, body="layer")]
     inner = launch(3, "step", repeat=6, body="inner")
