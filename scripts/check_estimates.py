@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Sets estimates beside what a GPU took: of the block presets on an H200, and of public models on an H100.
+"""Sets estimates beside what a GPU took: of the block presets on an H200, of public models on an H100 or an H200.
 
 Needs no GPU and about a minute:
 
@@ -36,7 +36,7 @@ PRESET = "llama3-8b"
 FIT = ((2, 4096, "forward"), (2, 4096, "grad"))
 HELD_OUT = ((1, 512, "forward"), (1, 512, "grad"), (1, 1, "forward"), (16, 1, "forward"))
 STRATEGIES = ("xla", "best", "xla_cudnn")
-RECORDINGS = Path(__file__).parent / "public_models" / "recordings" / "h100"
+RECORDINGS = Path(__file__).parent / "public_models" / "recordings"
 FIT_MODELS = ("bert", "gemma", "gpt2", "graphnet", "griffin", "mamba2", "vit")
 CLOSE = 1.5
 """An estimate is close when it is at most so many times too long or too short."""
@@ -115,6 +115,11 @@ def is_close(launch: Launch, us: float) -> bool:
     return launch.estimated_us / CLOSE <= us <= CLOSE * (launch.longest_us or launch.estimated_us)
 
 
+def recordings() -> list[Path]:
+    """The recorded programs of public models, in folders of the GPU that ran them."""
+    return sorted(RECORDINGS.glob("*/*.zip"), key=lambda file: file.stem)
+
+
 def recorded_model(file: Path) -> Analysis:
     """The analysis of a recorded program, by today's constants, with its measured times."""
     capture = Capture.load(file)
@@ -137,7 +142,7 @@ def print_models() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     rows: dict[str, list[tuple[Accuracy, int]]] = {"fitted": [], "held out": []}
     made: list[Analysis] = []
-    for file in sorted(RECORDINGS.glob("*.zip")):
+    for file in recordings():
         analysis = recorded_model(file)
         made.append(analysis)
         row, longest = accuracy(file.stem, analysis), longest_in_common(analysis)
@@ -248,7 +253,7 @@ def main() -> int:
     parser.add_argument("--models", action="store_true", help="the recorded public models in place of the block")
     options = parser.parse_args()
     if options.models and options.fit:
-        files = [file for file in sorted(RECORDINGS.glob("*.zip")) if file.stem.partition("-")[0] in FIT_MODELS]
+        files = [file for file in recordings() if file.stem.partition("-")[0] in FIT_MODELS]
         for name, values in fit_models(map(recorded_model, files)).items():
             print(f"{name:24} median {median(values):6.2f} of {len(values)}, {min(values):.2f} to {max(values):.2f}")
         return 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_estimates.py"
-RECORDINGS = SCRIPT.parent / "public_models" / "recordings" / "h100"
+RECORDED = sorted((SCRIPT.parent / "public_models" / "recordings").glob("*/*.zip"))
 BELOW = {("1x512", "grad", "xla"): 0.89}
 """Triton's products and reductions over scores whose fastest dimension is 4 long take twice the estimate or more."""
 
@@ -58,19 +58,22 @@ def test_estimates_are_close_to_the_recorded_times(script, batch: int, length: i
     assert len(known) < len(rows) or script.order_is_right(comparison)
 
 
-LEAST_CLOSE = {"graphnet": 0.7, "gru": 0.8, "haiku_lm": 0.83, "lstm": 0.84, "s5": 0.74}
-"""Share of the time: products of float32 in small tiles, loops of small launches, slices with strides take longer."""
-LONGEST = {"graphnet": 3, "lstm": 3, "s5": 3}
+LEAST_CLOSE = {
+    "e3nn": 0.3, "graphnet": 0.7, "gru": 0.8, "haiku_lm": 0.83, "lstm": 0.84, "resnet": 0.78, "s5": 0.74,
+}  # fmt: skip
+"""Share of the time: products of float32 in small tiles, loops of small launches, slices with strides, and AdamW's
+updates of filters that XLA transposes take longer; scatters of short rows take less."""
+LONGEST = {"e3nn": 3, "evoformer": 3, "graphnet": 3, "lstm": 3, "resnet": 3, "s5": 3}
 
 
 @pytest.fixture(scope="module")
 def models(script) -> dict[str, tuple[Any, int]]:
     """How close the estimates of each recorded program are, and how many of its longest launches they name."""
-    analyses = {file.stem: script.recorded_model(file) for file in RECORDINGS.glob("*.zip")}
+    analyses = {file.stem: script.recorded_model(file) for file in RECORDED}
     return {name: (script.accuracy(name, each), script.longest_in_common(each)) for name, each in analyses.items()}
 
 
-@pytest.mark.parametrize("program", sorted(file.stem for file in RECORDINGS.glob("*.zip")))
+@pytest.mark.parametrize("program", [file.stem for file in RECORDED])
 def test_estimates_of_public_models(models, program: str):
     row, longest = models[program]
     name = program.partition("-")[0]
