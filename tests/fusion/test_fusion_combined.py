@@ -343,6 +343,8 @@ def block(rotate=None, biased=False, normed=False, rms=rms):
         {},
         {"rotate": halves},
         {"rotate": neighbours, "biased": True},
+        {"rotate": rotate_half},
+        {"rotate": rotate_half_before_cast, "biased": True},
         {"rotate": halves, "normed": True},
         {"rotate": halves, "normed": True, "rms": rms_scaled_after_rounding},
     ],

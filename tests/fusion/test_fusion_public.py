@@ -182,6 +182,25 @@ def test_a_loss_of_logits_that_xla_computes_on_the_way_is_refused(has_bias):
     assert [site.operation for site in plan.sites] == ([] if has_bias else ["cross_entropy"])
 
 
+@pytest.mark.parametrize("halves", ["alike", "different"])
+def test_projections_are_rotated_by_tables_of_whole_heads(halves):
+    """A kernel needs no proof that both halves of the tables are equal."""
+    tables = jnp.ones((512, 64 if halves == "alike" else 128))
+
+    def rotated(y, cos, sin):
+        y = y.reshape(1, 512, -1, 128)
+        turned = jnp.concatenate([-y[..., 64:], y[..., :64]], -1)
+        cos, sin = (jnp.concatenate([each] * (128 // each.shape[-1]), -1)[:, None] for each in (cos, sin))
+        return (y * cos + turned * sin).astype(y.dtype)
+
+    def fn(x, w, cos, sin):
+        q, k = rotated(x @ w, cos, sin), rotated(x @ w[::-1], cos, sin)
+        return jax.nn.dot_product_attention(q, k, (x @ w.T).reshape(q.shape), implementation="xla")
+
+    plan = planned(fn, X, W, tables, tables)
+    assert sorted(site.operation for site in plan.sites) == ["attention", "qkv_projection"]
+
+
 def test_a_site_between_products_is_taken():
     plan = planned(lambda x, s, w: norm(x @ w, s), X, SCALE, W)
     assert [site.operation for site in plan.sites] == ["rms_norm"]

@@ -122,8 +122,8 @@ def test_right_operands_beside_each_other(m, config, size, seed):
         [x],
         weights,
         beside=[
-            Beside(rotation=HeadRotation(size=size)),
-            Beside(rotation=HeadRotation(size=size), bias=bias),
+            Beside(rotation=HeadRotation(size=size, angles=size // 2)),
+            Beside(rotation=HeadRotation(size=size, angles=size // 2), bias=bias),
             Beside(),
         ],
         angles=angles,

@@ -74,7 +74,7 @@ def qkv_projection(
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features and outputs must
             be multiples of 64, at least 128 each. With rope or head norms, heads must have 64, 128 or 256 columns, and
-            rope must not be interleaved, nor its tables have one column for each of x.
+            rope must not be interleaved.
             "xla": always runs.
             None: the entry of the GPU's tuned table (`pallas_kernels.tuning`). Without an entry, "mosaic" if it can
             run, else "xla".
@@ -147,8 +147,6 @@ def mosaic_unsupported(
                 return reason
     if rope is not None and rope.interleaved:
         return "pairs of neighbours are in the same place of different registers; the kernel rotates halves"
-    if rope is not None and rope.cos is not None and rope.cos.shape[-1] == head_size:
-        return "cos and sin have one column for each of a head; the kernel takes one for each pair"
     has_heads = rope is not None or any(norm is not None for norm in head_norms)
     if has_heads and head_size not in HEAD_SIZES:
         return f"heads are {head_size} wide; the kernel norms and rotates heads of {', '.join(map(str, HEAD_SIZES))}"
@@ -156,7 +154,7 @@ def mosaic_unsupported(
 
 
 def _tables(rope: Rope, x: jax.Array, head_size: int | None) -> tuple[jax.Array, jax.Array]:
-    """Returns cosines and sines of x's rows, (rows, head_size / 2) float32 each."""
+    """Returns cosines and sines of x's rows, (rows, head_size or half of that) float32 each."""
     if rope.positions is not None:
         assert head_size is not None
         return angle_tables(row_positions(rope, x).astype(jnp.int32), head_size, float(rope.theta))

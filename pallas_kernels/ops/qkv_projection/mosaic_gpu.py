@@ -4,7 +4,7 @@ x is read once for all three, and their tiles fill the multiprocessors together.
 with a tile of whole heads, both members of a pair are in the same thread's registers. The angles come from tables of
 the rows' cosines and sines, 0.5 KB per row, which XLA computes once for all layers that have them. Heads that are
 normalised have a launch of their own (`rope/heads.py`): in the accumulator's registers the norm spilled, and took
-longer than that.
+longer than that. So have few rows whose tables have a column for each of a head.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ def qkv_projection_forward(
     their biases; each is None if its heads are not normalised.
 
     x: (rows, features), weights: (features, outputs) each, all of one 16-bit dtype. row_scale: (rows,) float32.
-    biases: (outputs,) each. head_scales: (head size,) each. tables: cosines and sines, (rows, head size / 2) float32
-    each, with a `form` that rotates.
+    biases: (outputs,) each. head_scales: (head size,) each. tables: cosines and sines, (rows, head size or half of
+    that) float32 each, with a `form` that rotates.
     norm: of x's rows, in the product's launch; with a configuration of few rows, without row_scale.
     """
     config = config or chosen_config(x, weights, form)
     product = partial(_projected, x, weights, norm=norm, row_scale=row_scale, biases=biases, config=config)
-    if not form.is_normed or form.size is None:
+    by_column = tables is not None and tables[0].shape[1] == form.size
+    if form.size is None or not (form.is_normed or (by_column and isinstance(config, FewRowsConfig))):
         return product(form, tables), (None, None)
     *projected, value = product(HeadForm(size=form.size), None)
     heads = [
@@ -134,8 +135,9 @@ def _projected(
     if norm is not None:
         raise ValueError("qkv_projection_forward: only a product of few rows has a norm in it.")
     rotations: list[HeadRotation | None] = [None] * 3
-    if form.is_rotated and form.size is not None:
-        rotations = [*(HeadRotation(size=form.size, has_bias=bias is not None) for bias in biases[:2]), None]
+    if form.is_rotated and form.size is not None and tables is not None:
+        shape = {"size": form.size, "angles": tables[0].shape[1]}
+        rotations = [*(HeadRotation(**shape, has_bias=bias is not None) for bias in biases[:2]), None]
     beside = [Beside(rotation=own, bias=bias) for own, bias in zip(rotations, biases, strict=True)]
     query, key, value = gemm(
         [x],

@@ -39,7 +39,8 @@ def _call(x, *, heads, head_size, norm="rms", rope=True, head_norms=False, biase
     weights = [weight(x, outputs) for outputs in columns]
     bias = [ArraySpec(shape=(outputs,), dtype=x.dtype) for outputs in columns]
     head_scale = ArraySpec(shape=(head_size,), dtype=x.dtype, mean=1.0, deviation=0.2)
-    positions = ArraySpec(shape=x.shape[:-1], dtype="int32", fill="integers", maximum=1000)
+    angles = {"positions": ArraySpec(shape=x.shape[:-1], dtype="int32", fill="integers", maximum=1000)}
+    tables = dict.fromkeys(("cos", "sin"), ArraySpec(shape=(*x.shape[:-1], head_size), dtype="float32"))
     nothing = ({}, "")
     return (
         f"{heads[0]}+{heads[1]}x{head_size}",
@@ -47,7 +48,7 @@ def _call(x, *, heads, head_size, norm="rms", rope=True, head_norms=False, biase
         norm_arguments(x, norm, **which),
         (dict(zip(_BIASES, bias, strict=True)), "bias") if biases else nothing,
         (dict.fromkeys(_SCALES, head_scale), "head_norms") if head_norms else nothing,
-        ({"positions": positions}, "rope") if rope else nothing,
+        (tables, "tables") if rope == "tables" else (angles, "rope") if rope else nothing,
         ({"head_size": head_size}, ""),
     )
 
@@ -61,8 +62,9 @@ def _as_called(arguments: Arguments) -> dict[str, Any]:
     theta, positions = called.pop("theta", _THETA), called.pop("positions", None)
     q_scale, k_scale = (called.pop(name, None) for name in _SCALES)
     bias = tuple(called.pop(name, None) for name in _BIASES)
-    if positions is not None:
-        called["rope"] = Rope(positions, theta)
+    cos, sin = (called.pop(name, None) for name in ("cos", "sin"))
+    if positions is not None or cos is not None:
+        called["rope"] = Rope(positions, theta, cos=cos, sin=sin)
     if q_scale is not None:
         rounds = arguments.get("norm_rounds", False)
         called |= {"q_norm": Norm(q_scale, rounds_before_scale=rounds), "k_norm": Norm(k_scale)}
@@ -90,7 +92,11 @@ def _forward(*, config, **arguments):
     x, rope = called["x"], called.get("rope")
     rows, options = normed(x, called.get("norm"), config)
     if rope is not None:
-        options["tables"] = angle_tables(rope.positions.reshape(-1), called["head_size"], rope.theta)
+        options["tables"] = (
+            angle_tables(rope.positions.reshape(-1), called["head_size"], rope.theta)
+            if rope.cos is None
+            else tuple(table.reshape(-1, called["head_size"]) for table in (rope.cos, rope.sin))
+        )
     options["head_scales"] = tuple(arguments.get(name) for name in _SCALES)
     options["biases"] = called.get("bias", (None,) * 3)
     weights = [called[name] for name in _WEIGHTS]
@@ -99,7 +105,8 @@ def _forward(*, config, **arguments):
 
 
 def _tuned_key(arguments: Arguments):
-    weights, is_rotated = [arguments[name] for name in _WEIGHTS], arguments.get("positions") is not None
+    weights = [arguments[name] for name in _WEIGHTS]
+    is_rotated = any(arguments.get(name) is not None for name in ("positions", "cos"))
     return tuned_key(arguments["x"], weights, head_size=arguments["head_size"], is_rotated=is_rotated)
 
 
@@ -120,9 +127,11 @@ QKV_PROJECTION = OpSpec(
         _call(3, features=128, heads=(3, 1), head_size=128, head_norms=True),
         _call(2, features=128, heads=(2, 1), head_size=128, head_norms=True, rope=False, rounds=True),
         _call(40, features=128, heads=(2, 2), head_size=64, scaled=False, mean_square=True, rope=False),
+        _call(20, features=128, heads=(2, 1), head_size=128, rope="tables", biases=True),
         _call(2, features=128, heads=(3, 1), head_size=80, dtype="float32", tags="test ragged"),
         _call(0, features=128, heads=(2, 2), head_size=64, tags="test empty"),
         _call(1000, features=2048, heads=(16, 4), head_size=128, biases=True, tags="gpu"),
+        _call(1000, features=2048, heads=(16, 4), head_size=128, biases=True, rope="tables", tags="gpu"),
         _call(777, features=1024, heads=(16, 16), head_size=64, norm="layer", rope=False, biases=True, tags="gpu"),
         _call(2, 300, features=1024, heads=(6, 2), head_size=256, dtype="float16", tags="gpu"),
         _call(520, features=1024, heads=(8, 2), head_size=128, head_norms=True, biases=True, tags="gpu"),
@@ -134,6 +143,7 @@ QKV_PROJECTION = OpSpec(
         _call(3, features=256, heads=(3, 1), head_size=128, tags="gpu"),
         _call(13, features=5120, heads=(3, 1), head_size=128, biases=True, tags="gpu"),
         *(_LLAMA(rows, tags="gpu bench block") for rows in (8192, 512, 16, 1)),
+        *(_LLAMA(rows, rope="tables", tags="gpu bench") for rows in (8192, 16)),
         *(_LLAMA(rows, scaled=False, mean_square=True, tags="gpu bench") for rows in (8192, 512)),
     ),
     forward_traffic=traffic(read=("x", *_WEIGHTS), written="qkv", **_RESULTS),

@@ -60,10 +60,12 @@ class Epilogue:
 class HeadRotation:
     """Rotates the heads of one result in float32; columns i and i + size / 2 are a pair.
 
-    size: columns of a head, one of `HEAD_SIZES`. has_bias: whether a bias is added before.
+    size: columns of a head, one of `HEAD_SIZES`. angles: columns of cosines and sines, half as many or as many.
+    has_bias: whether a bias is added before.
     """
 
     size: int
+    angles: int
     has_bias: bool = False
 
     @property
@@ -93,19 +95,21 @@ def store_order(rotation: HeadRotation | None, width: int, piece: int) -> list[i
     starts = list(range(0, width, piece))
     if rotation is None:
         return starts
-    return sorted(starts, key=lambda start: start % (rotation.size // 2))
+    return sorted(starts, key=lambda start: start % rotation.angles)
 
 
 def rotated_piece(
-    value: Callable[[int], jax.Array], angles: Callable[[int], tuple[jax.Array, jax.Array]], size: int, start: int
+    value: Callable[[int], jax.Array],
+    angles: Callable[[int], tuple[jax.Array, jax.Array]],
+    rotation: HeadRotation,
+    start: int,
 ):
-    """Returns the rotated piece of heads of `size` columns that begins at column `start`.
+    """Returns the rotated piece of heads that begins at column `start`.
 
-    value: returns the piece from a column on. angles: returns cosines and sines from an angle on.
+    value: returns the piece from a column on. angles: returns cosines and sines from a column of theirs on.
     """
-    half = size // 2
-    place = start % size
-    cosine, sine = angles(place % half)
-    if place < half:
+    half = rotation.size // 2
+    cosine, sine = angles(start % rotation.angles)
+    if start % rotation.size < half:
         return value(start) * cosine - value(start + half) * sine
     return value(start) * cosine + value(start - half) * sine

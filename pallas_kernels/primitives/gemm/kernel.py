@@ -54,7 +54,7 @@ def gemm(
         b: right operands, each (K, N), or (N, K) with `transpose_b`, of the same dtype.
         beside: parameters for each of `b`, which then lie side by side and have a result each. Needs one left operand,
             and no epilogue, bias or residual.
-        angles: cosines and sines, (M, half of a head's columns) float32 each, if heads are rotated.
+        angles: cosines and sines, (M, a head's columns or half of them) float32 each, if heads are rotated.
         bias: (N,), any floating dtype.
         row_scale: (M,) float32; multiplies the rows of every product.
         residual: (M, N) of out_dtype; added to the first result.

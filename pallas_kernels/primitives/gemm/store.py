@@ -75,7 +75,7 @@ class Store:
     """The epilogue of one warpgroup.
 
     extras: the operands given, in device memory: bias and scale (vectors padded to whole tiles), residual, cosine and
-        sine (rows, half of a head's columns).
+        sine (rows, a head's columns or half of them).
     buffers: (slots, rows, columns) in shared memory, for each result; see `Pieces.tiles`.
     arrived: barriers for the residual's pieces, of all warpgroups.
     first_barrier: this warpgroup's first barrier among them.
@@ -195,9 +195,9 @@ class Store:
                 residual=residual,
                 dtype=self.outputs[0].dtype,
             )
-        return self._rotated_results(self.rotation.size, parts, factor, row, column)
+        return self._rotated_results(self.rotation, parts, factor, row, column)
 
-    def _rotated_results(self, head_size, parts, scale, row, column):
+    def _rotated_results(self, rotation, parts, scale, row, column):
         """Returns the same for rotated heads, with row factors multiplied last.
 
         Rotation commutes with row factors, and after it they apply to one piece only.
@@ -218,7 +218,7 @@ class Store:
             return load(cosine), load(sine)
 
         def result(start, _):
-            rotated = rotated_piece(value, angles, head_size, start)
+            rotated = rotated_piece(value, angles, rotation, start)
             return (rotated if after is None else rotated * after,)
 
         return result
