@@ -133,7 +133,7 @@ class Linear(nnx.Linear):
         Args:
             inputs: (..., in_features).
             out_sharding: Flax's argument.
-            activation: "gelu", "gelu_tanh", "silu", "relu" or "relu_squared"; None: none.
+            activation: "gelu", "gelu_tanh", "quick_gelu", "silu", "relu" or "relu_squared"; None: none.
             residual: (..., out_features), shaped like the result; None: none.
 
         Raises:

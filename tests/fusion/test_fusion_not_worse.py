@@ -71,8 +71,8 @@ LEFT = {
         "ragged_dot_general, which computes x",
     ),
     "gate with a bias": (
-        lambda x, g, u, d, b: (jax.nn.silu(x @ g + b) * (x @ u + b)) @ d,
-        (X, WIDE, WIDE, BACK, array(4096)),
+        lambda x, g, u, d, b: (jax.nn.silu(x @ g + b) * u) @ d,
+        (X, WIDE, array(4096, 4096), BACK, array(4096)),
         "linear",
         "fuses its activation with what reads the result (mul)",
     ),
@@ -119,6 +119,11 @@ TAKEN = {
         lambda x, s, w: (norm(x, s) @ w + jnp.tanh(norm(x, s)), norm(x, s).astype(F32) @ w.astype(F32)),
         (X, SCALE, W),
         ["linear", "rms_norm"],
+    ),
+    "gate with biases": (
+        lambda x, g, u, d, b: jnp.sin((jax.nn.silu(x @ g + b) * (x @ u + b)) @ d),
+        (X, WIDE, WIDE, BACK, array(4096)),
+        ["gated_linear"],
     ),
     "experts": (experts, EXPERTS, ["grouped_gated_linear", "grouped_linear"]),
     "norm of a sum": (lambda x, y, s, w: norm(x + y, s) @ w, (X, X, SCALE, W), ["rms_norm"]),

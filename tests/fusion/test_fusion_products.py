@@ -40,6 +40,43 @@ def test_gated_linear(sites):
     assert "gated_linear" not in sites(lambda x, y, w, v: jax.nn.silu(x @ w) * (y @ v), X, X[::-1], W, W[::-1])
 
 
+def wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+BIASED_GATES = {
+    "in 16 bits": lambda x, w, v, b, c: jax.nn.silu(x @ w + b) * (x @ v + c),
+    "second first": lambda x, w, v, b, c: (x @ v + c) * jax.nn.gelu(b + x @ w),
+    "wide": lambda x, w, v, b, c: (jax.nn.silu(wide(x @ w) + wide(b)) * (wide(x @ v) + wide(c))).astype(x.dtype),
+    "one weight": lambda x, w, v, b, c: (lambda y: jax.nn.gelu(y[..., 0, :]) * y[..., 1, :])(
+        jnp.einsum("...d,cdf->...cf", x, jnp.stack([w, v])) + jnp.stack([b, c])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BIASED_GATES)
+def test_gated_linear_with_biases(sites, name):
+    told = []
+    assert sites(BIASED_GATES[name], X, W, W[::-1], B, B[::-1], told=told.append) == ["gated_linear"]
+    assert {"bias_gate", "bias_up"} <= told[0].taken[0].arrays.keys()
+
+
+BIASED_OTHERWISE = {
+    "after the activation": lambda x, w, v, b, c: (jax.nn.silu(x @ w) + b) * (x @ v + c),
+    "after the product": lambda x, w, v, b, c: jax.nn.silu(x @ w + b) * (x @ v) + c,
+    "of rows": lambda x, w, v, b, c: jax.nn.silu(x @ w + b) * (x @ v + x[..., :1]),
+    "scaled": lambda x, w, v, b, c: jax.nn.silu(x @ w + b) * ((x @ v + c) * c),
+}
+
+
+@pytest.mark.parametrize("name", BIASED_OTHERWISE)
+def test_what_is_added_elsewhere_is_no_bias_of_gated_linear(sites, name):
+    told = []
+    sites(BIASED_OTHERWISE[name], X, W, W[::-1], B, B[::-1], told=told.append)
+    taken = [each.arrays.keys() for each in told[0].taken if each.operation == "gated_linear"]
+    assert not any({"bias_gate", "bias_up"} <= each for each in taken)
+
+
 def test_a_product_used_elsewhere_is_left_to_itself(sites):
     def fn(x, w, b):
         y = x @ w

@@ -92,6 +92,7 @@ def same_order(value: Value) -> tuple[int, ...]:
 ACTIVATION_NEEDS = {
     "gelu_tanh": frozenset(("tanh",)),
     "gelu": frozenset(("erfc",)),
+    "quick_gelu": frozenset(("logistic",)),
     "silu": frozenset(("logistic",)),
     "relu": frozenset(("custom_jvp_call",)),
     "relu_squared": frozenset(("custom_jvp_call",)),

@@ -41,7 +41,7 @@ def product(
     config: Config,
     name: str,
     epilogue: Epilogue | None = None,
-    bias: jax.Array | None = None,
+    bias: jax.Array | Sequence[jax.Array] | None = None,
     row_scale: jax.Array | None = None,
     norm: RowNorm | None = None,
     residual: jax.Array | None = None,

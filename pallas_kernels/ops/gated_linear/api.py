@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops._products.checks import check_operands, check_weight
+from pallas_kernels.ops._products.checks import check_bias, check_operands, check_weight, vector_unsupported
 from pallas_kernels.ops._products.norm import after_norm, as_rows, check_norm, is_fusable, norm_unsupported
 from pallas_kernels.ops.gated_linear.config import preferred, tuned_config, tuned_key
 from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward, gated_linear_mosaic
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.checks import as_arrays
+from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
@@ -26,6 +27,8 @@ def gated_linear(
     w_gate: jax.Array,
     w_up: jax.Array,
     *,
+    bias_gate: jax.Array | None = None,
+    bias_up: jax.Array | None = None,
     activation: str = "silu",
     norm: Norm | None = None,
     implementation: Implementation = None,
@@ -35,21 +38,22 @@ def gated_linear(
     Equivalent to this, with products accumulated in float32 and float32 between the casts:
 
         n = norm(x)
-        y = activation(n @ w_gate) * (n @ w_up)
+        y = activation(n @ w_gate + bias_gate) * (n @ w_up + bias_up)
 
     One launch computes the products and the gating, and reads n once. The norm is a launch before it, with two
     exceptions: a norm without a scale whose mean squares are given (see `Norm`) needs no launch, and with few bfloat16
     rows the configuration may fuse the norm into the product's launch, which then rounds x times the norm's scale to
     x's dtype instead of n. "xla" rounds n and the products to x's dtype.
 
-    The backward pass needs x, the weights and both products. So a call that is differentiated has XLA's products,
-    rounded to x's dtype, and a kernel for the gating. The backward pass is another kernel for the gating, XLA's
-    products for the weights, and one launch for x where it is estimated to be faster.
+    The backward pass needs x, the weights and both products. So a call that is differentiated has XLA's products, and a
+    kernel for the gating; products and biases are rounded to x's dtype. The backward pass is another kernel for the
+    gating, XLA's products for the weights, and one launch for x where it is estimated to be faster.
 
     Args:
         x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
         w_gate: (features, outputs), of x's dtype.
         w_up: an array of w_gate's shape and dtype.
+        bias_gate, bias_up: (outputs,), any floating dtype (at most float32 with "mosaic"), each None for none.
         activation: a name from `pallas_kernels.primitives.activations.ACTIVATIONS`.
         norm: the norm of x, or None.
         implementation: one of the names below, a sequence of them in order of preference, or None.
@@ -70,23 +74,31 @@ def gated_linear(
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202
     """
     x, w_gate, w_up = as_arrays("gated_linear", x=x, w_gate=w_gate, w_up=w_up)
+    biases = optional_arrays("gated_linear", bias_gate=bias_gate, bias_up=bias_up)
     function = get_activation("gated_linear", activation)
     check_operands("gated_linear", x=x, w_gate=w_gate, w_up=w_up)
     check_weight("gated_linear", "w_gate", w_gate.shape, x)
     if w_up.shape != w_gate.shape:
         raise ValueError(f"gated_linear: w_up must be like w_gate {w_gate.shape}, got {w_up.shape}.")
+    for name, bias in zip(("bias_gate", "bias_up"), biases, strict=True):
+        check_bias("gated_linear", bias, w_gate.shape[1], name=name)
     check_norm("gated_linear", norm, x)
-    support = {"mosaic": partial(mosaic_unsupported, x, w_gate, w_up, norm), "xla": lambda: None}
+    support = {"mosaic": partial(mosaic_unsupported, x, w_gate, w_up, biases, norm), "xla": lambda: None}
     chosen = choose("gated_linear", implementation, support, preferred=lambda: preferred(x, w_gate, activation))
     if chosen == "xla" or x.size == 0 or w_gate.size == 0:
-        return gated_linear_reference(x, w_gate, w_up, activation=activation, norm=norm)
-    rows, norm, *weights = varying_alike((as_rows(x), norm, w_gate, w_up))
+        given = {"bias_gate": biases[0], "bias_up": biases[1], "norm": norm}
+        return gated_linear_reference(x, w_gate, w_up, activation=activation, **given)
+    rows, norm, *operands = varying_alike((as_rows(x), norm, w_gate, w_up, biases))
     config = tuned_config(tuned_key(rows, w_gate, activation), rows.shape[0], is_normed=is_fusable(norm, rows))
     forward = partial(gated_linear_forward, activation=function, config=config)
-    y = after_norm(partial(gated_linear_mosaic, function), forward, config, norm, rows, *weights)
+    y = after_norm(partial(gated_linear_mosaic, function), forward, config, norm, rows, *operands)
     return y.reshape(*x.shape[:-1], w_gate.shape[1])
 
 
-def mosaic_unsupported(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, norm: Norm | None) -> str | None:
+def mosaic_unsupported(
+    x: jax.Array, w_gate: jax.Array, w_up: jax.Array, biases: Sequence[jax.Array | None], norm: Norm | None
+) -> str | None:
     """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
-    return operands_unsupported(x, w_gate, w_up) or norm_unsupported(norm, x) or mosaic_gpu_unsupported()
+    reasons = (vector_unsupported(name, bias) for name, bias in zip(("bias_gate", "bias_up"), biases, strict=True))
+    reason = operands_unsupported(x, w_gate, w_up) or norm_unsupported(norm, x) or next(filter(None, reasons), None)
+    return reason or mosaic_gpu_unsupported()

@@ -7,10 +7,12 @@ one pass. The weights' gradients are XLA's products, and x's is one launch for b
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.ops._products.product import product_gradients
 from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_backward
 from pallas_kernels.primitives.activations import Activation
+from pallas_kernels.primitives.platform import varying_like
 
 
 def gated_linear_backward(
@@ -20,14 +22,15 @@ def gated_linear_backward(
     gate: jax.Array,
     up: jax.Array,
     dy: jax.Array,
+    biases: tuple[jax.Array | None, jax.Array | None] = (None, None),
     *,
     activation: Activation,
     row_scale: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Returns (dx, dw_gate, dw_up, drow_scale), the last None without a row_scale.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, tuple[jax.Array | None, ...]]:
+    """Returns (dx, dw_gate, dw_up, drow_scale, dbiases), those of absent arguments None.
 
-    x: (rows, features), w_gate, w_up: (features, outputs), gate, up (the products) and dy: (rows, outputs), all of one
-    dtype; row_scale: (rows,) float32 or None.
+    x: (rows, features), w_gate, w_up: (features, outputs), gate, up (the products with their biases) and dy: (rows,
+    outputs), all of one dtype; biases: (outputs,) of gate and up, or None; row_scale: (rows,) float32 or None.
     """
     dgate, dup = gated_activation_backward(
         gate.reshape(1, -1), up.reshape(1, -1), dy.reshape(1, -1), activation=activation
@@ -35,4 +38,8 @@ def gated_linear_backward(
     assert dup is not None
     cotangents = dgate.reshape(dy.shape), dup.reshape(dy.shape)
     dx, (dw_gate, dw_up), drow_scale = product_gradients(x, (w_gate, w_up), cotangents, row_scale)
-    return dx, dw_gate, dw_up, drow_scale
+    dbiases = tuple(
+        None if bias is None else varying_like(jnp.sum(d, axis=0, dtype=jnp.float32).astype(bias.dtype), dy)
+        for bias, d in zip(biases, cotangents, strict=True)
+    )
+    return dx, dw_gate, dw_up, drow_scale, dbiases

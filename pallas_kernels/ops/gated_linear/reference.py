@@ -11,7 +11,14 @@ from pallas_kernels.primitives.activations import get_activation
 
 
 def gated_linear_reference(
-    x: jax.Array, w_gate: jax.Array, w_up: jax.Array, *, activation: str = "silu", norm: Norm | None = None
+    x: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    *,
+    bias_gate: jax.Array | None = None,
+    bias_up: jax.Array | None = None,
+    activation: str = "silu",
+    norm: Norm | None = None,
 ) -> jax.Array:
     """See `pallas_kernels.gated_linear`.
 
@@ -21,5 +28,7 @@ def gated_linear_reference(
     # Rows as one dimension: with more, XLA on CPUs sums the gradients of products in bfloat16.
     rows = as_rows(norm_reference(norm, x))
     gate, up = jnp.matmul(rows, w_gate).astype(wide), jnp.matmul(rows, w_up).astype(wide)
+    gate = gate if bias_gate is None else gate + bias_gate.astype(wide)
+    up = up if bias_up is None else up + bias_up.astype(wide)
     y = (get_activation("gated_linear", activation).reference(gate) * up).astype(x.dtype)
     return y.reshape(*x.shape[:-1], w_gate.shape[1])

@@ -27,17 +27,20 @@ from pallas_kernels.ops.gated_linear.mosaic_gpu_vjp import gated_linear_backward
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.spec_builders import as_taken, both_passes, traffic, variants
-from pallas_kernels.specs import Arguments, OpSpec
+from pallas_kernels.specs import Arguments, ArraySpec, OpSpec
 
 _WEIGHTS = ("w_gate", "w_up")
+_BIASES = ("bias_gate", "bias_up")
 
 
 @product_call
-def _call(x, *, outputs, activation="silu", norm=None, **which):
+def _call(x, *, outputs, activation="silu", norm=None, biases=(), **which):
     """Makes a call whose products have a standard deviation of 2, as is common before an activation."""
     w = weight(x, outputs, deviation=2)
     operands = {"x": x, "w_gate": w, "w_up": w}
-    return outputs, operands, ({"activation": activation}, activation), norm_arguments(x, norm, **which)
+    given = {f"bias_{name}": ArraySpec(shape=(outputs,), dtype=x.dtype) for name in biases}
+    label = f"bias {'+'.join(biases)}" if biases else ""
+    return outputs, operands, ({"activation": activation}, activation), (given, label), norm_arguments(x, norm, **which)
 
 
 def _configs(arguments: Arguments):
@@ -49,13 +52,14 @@ def _forward(*, config=None, **arguments):
     called = with_norm(arguments)
     x, norm, function = called["x"], called.get("norm"), get_activation("gated_linear", called["activation"])
     rows, options = normed(x, norm, config)
-    weights = (called[name] for name in _WEIGHTS)
-    y = gated_linear_forward(rows, *weights, activation=function, **options, config=config)
+    w_gate, w_up = (called[name] for name in _WEIGHTS)
+    biases = called.get("bias_gate"), called.get("bias_up")
+    y = gated_linear_forward(rows, w_gate, w_up, biases, activation=function, **options, config=config)
     return (y.reshape(*x.shape[:-1], -1),)
 
 
 def _backward(implementation, arguments, cotangents):
-    if "norm" in arguments:
+    if arguments.keys() & {"norm", *_BIASES}:
         return both_passes(_FUNCTION, *_DIFFERENTIABLE)(implementation, arguments, cotangents)
     x, w_gate, w_up = (arguments[name] for name in ("x", *_WEIGHTS))
     (dy,) = cotangents
@@ -72,7 +76,7 @@ def _backward(implementation, arguments, cotangents):
     return products(jax.vjp(gating, dy, dy)[1](dy))
 
 
-_DIFFERENTIABLE = ("x", *_WEIGHTS, *NORM_ARRAYS)
+_DIFFERENTIABLE = ("x", *_WEIGHTS, *NORM_ARRAYS, *_BIASES)
 _FUNCTION = as_taken(gated_linear, with_norm)
 
 GATED_LINEAR = OpSpec(
@@ -88,6 +92,9 @@ GATED_LINEAR = OpSpec(
         _call(5, features=100, outputs=96, tags="test ragged"),
         _call(0, features=64, outputs=128, tags="test empty"),
         _call(24, features=64, outputs=128, fill="zeros", tags="test extreme"),
+        _call(3, features=64, outputs=128, biases=("gate", "up")),
+        _call(70, features=64, outputs=192, biases=("gate", "up"), dtype="float16", activation="gelu"),
+        _call(66, features=128, outputs=128, biases=("up",), norm="rms"),
         _call(4, features=128, outputs=128, norm="rms"),
         _call(4, features=128, outputs=128, norm="rms", rounds=True),
         _call(40, features=128, outputs=128, norm="rms", scaled=False, mean_square=True),
@@ -95,6 +102,8 @@ GATED_LINEAR = OpSpec(
         _call(600, features=1024, outputs=2048, norm="layer", tags="gpu"),
         _call(520, features=1024, outputs=2048, norm="rms", scaled=False, mean_square=True, tags="gpu"),
         _call(777, features=1024, outputs=4032, activation="gelu_tanh", tags="gpu"),
+        _call(777, features=1024, outputs=4032, activation="gelu_tanh", biases=("gate", "up"), tags="gpu"),
+        _call(17, features=1024, outputs=4096, biases=("gate", "up"), tags="gpu"),
         _call(2, 300, features=2048, outputs=2048, dtype="float16", activation="relu", tags="gpu"),
         _call(1, features=4096, outputs=4096, tags="gpu"),
         _call(17, features=1024, outputs=4096, tags="gpu"),

@@ -116,6 +116,7 @@ LINEAR = OpSpec(
         _call(256, features=1024, outputs=4096, out_dtype="float32", residual=True, tags="gpu"),
         _call(2, features=4096, outputs=4096, tags="gpu"),
         _call(17, features=1024, outputs=4096, bias=True, activation="silu", residual=True, tags="gpu"),
+        _call(600, features=1024, outputs=4096, bias=True, activation="quick_gelu", tags="test gpu"),
         _call(64, features=16384, outputs=512, tags="gpu"),
         *(call for rows in (8192, 512, 16, 1) for call in _bench_calls(rows)),
     ),

@@ -55,6 +55,8 @@ def activated(x, activation: tl.constexpr):
         y = x * tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
     elif activation == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(0.7071067811865476 * x))
+    elif activation == "quick_gelu":
+        y = x * tl.sigmoid(1.702 * x)
     elif activation == "silu":
         y = x * tl.sigmoid(x)
     elif activation == "relu":

@@ -82,12 +82,12 @@ def epilogue_types(problem: Problem) -> dict[str, Any]:
 class Ready:
     """The operands of a group that are loaded before its products.
 
-    scales: of the group's columns, for each of the weights; empty without scales.
+    scales, biases: of the group's columns, for each of the weights; empty where there are none.
     angles: cosines and sines of a head's first half, or None. They are computed while the first weights are loaded.
     """
 
     scales: Sequence[jax.Array]
-    bias: jax.Array | None
+    biases: Sequence[jax.Array]
     angles: tuple[jax.Array, jax.Array] | None = None
 
 
@@ -109,8 +109,8 @@ def _along_columns(ref: Any, column: jax.Array) -> jax.Array:
 class Finish:
     """The end of a block's tiles. Values are (columns, tokens), as in the transposed product.
 
-    extras: the operands given, in device memory: bias, scale (of rows), scales (of columns, for each of the weights),
-        residual, and the arrays of `rotation` and `norm`. Vectors are padded to whole tiles.
+    extras: the operands given, in device memory: bias (of each product), scale (of rows), scales (of columns, for each
+        of the weights), residual, and the arrays of `rotation` and `norm`. Vectors are padded to whole tiles.
     outputs: one for each of the problem's `widths`, or several for one product.
     rank: the block's number in its cluster. warpgroup: the warpgroup's number in the block.
     squares: the output for the sums of the first result's squares, a line for every 64 columns, or None.
@@ -147,7 +147,7 @@ class Finish:
         starts = [column + group * GROUP for group in range(self.problem.groups)]
         scales = self.extras.get("scales", ())
         factor = 1 / unit(self.problem.weight_dtype, self.problem.dtype)
-        bias = self.extras.get("bias")
+        biases = jax.tree.leaves(self.extras.get("bias"))
         firsts = [bundle[0] for bundle in self.problem.bundles]
 
         def angles(group: int) -> tuple[jax.Array, jax.Array] | None:
@@ -158,7 +158,7 @@ class Finish:
         return [
             Ready(
                 scales=[_along_columns(ref, start) * factor for ref in scales],
-                bias=None if bias is None else _along_columns(bias, start),
+                biases=[_along_columns(ref, start) for ref in biases],
                 angles=angles(group),
             )
             for group, start in enumerate(starts)
@@ -277,7 +277,7 @@ class Finish:
         return self.epilogue.apply(
             products,
             scale=scale,
-            bias=None if ready.bias is None else lax.broadcast_in_dim(ready.bias, shape, (0,)),
+            biases=[lax.broadcast_in_dim(bias, shape, (0,)) for bias in ready.biases],
             residual=residual,
             dtype=self.outputs[0].dtype,
         )

@@ -39,7 +39,7 @@ def few_rows_product(
     *,
     scales: Sequence[jax.Array] = (),
     epilogue: Epilogue | None = None,
-    bias: jax.Array | None = None,
+    bias: jax.Array | Sequence[jax.Array] | None = None,
     row_scale: jax.Array | None = None,
     residual: jax.Array | None = None,
     norm: RowNorm | None = None,
@@ -62,7 +62,7 @@ def few_rows_product(
         scales: for each of the weights, float32 factors (groups, N). There is one group for the whole depth, or a group
             for every 64 or 128 values along K.
         epilogue: the operations after the product; None: none.
-        bias: (N,), any floating dtype of at most 32 bits.
+        bias: (N,), any floating dtype of at most 32 bits; of several products one each.
         row_scale: (rows,) float32; multiplies the rows of every product.
         residual: (rows, N) of out_dtype; added to the first result.
         norm: a norm of x's rows, or None. x and weights must be bfloat16, and there must be no row_scale.
@@ -115,7 +115,7 @@ def few_rows_product(
     has_output_scales = problem.is_quantized and not problem.is_grouped
     operands = {
         "scales": [padded_vector(scale[0], problem.config.columns) for scale in scales] if has_output_scales else None,
-        "bias": padded_vector(bias, problem.config.columns),
+        "bias": jax.tree.map(lambda each: padded_vector(each, problem.config.columns), bias),
         "scale": padded_vector(row_scale, problem.tokens),
         "residual": residual,
     }

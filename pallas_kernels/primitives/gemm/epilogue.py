@@ -34,18 +34,18 @@ class Epilogue:
         products: Sequence[jax.Array],
         *,
         scale: jax.Array | None,
-        bias: jax.Array | None,
+        biases: Sequence[jax.Array],
         residual: jax.Array | None,
         dtype: jnp.dtype,
     ) -> tuple[jax.Array, ...]:
         """Computes the float32 results of a piece of the products.
 
-        scale, bias and residual are as wide as the piece; dtype is the result's, which decides how exact an activation
-        needs to be.
+        biases: one for each product, or none. scale, biases and residual are as wide as the piece; dtype is the
+        result's, which decides how exact an activation needs to be.
         """
         if scale is not None:
             products = [product * scale for product in products]
-        values = [product if bias is None else product + bias for product in products]
+        values = [product + bias for product, bias in zip(products, biases, strict=True)] if biases else [*products]
         if self.activation is not None:
             values[0] = self.activation.value(values[0], dtype)
         if self.gated:

@@ -37,7 +37,7 @@ def gemm(
     epilogue: Epilogue | None = None,
     beside: Sequence[Beside] = (),
     angles: tuple[jax.Array, jax.Array] | None = None,
-    bias: jax.Array | None = None,
+    bias: jax.Array | Sequence[jax.Array] | None = None,
     row_scale: jax.Array | None = None,
     residual: jax.Array | None = None,
     row_squares: bool = False,
@@ -55,7 +55,7 @@ def gemm(
         beside: parameters for each of `b`, which then lie side by side and have a result each. Needs one left operand,
             and no epilogue, bias or residual.
         angles: cosines and sines, (M, a head's columns or half of them) float32 each, if heads are rotated.
-        bias: (N,), any floating dtype.
+        bias: (N,), any floating dtype; of several products one each.
         row_scale: (M,) float32; multiplies the rows of every product.
         residual: (M, N) of out_dtype; added to the first result.
         row_squares: whether to return the row sums of the first rounded result's squares, too: (M,) float32, last.
@@ -94,7 +94,8 @@ def gemm(
     cosine, sine = (None, None) if angles is None else (padded_rows(table, config.tile_m) for table in angles)
     common = {"scale": padded_vector(row_scale, config.tile_m), "cosine": cosine, "sine": sine, "residual": residual}
     columns = sum(problem.strip)
-    own = [part.operands(columns) for part in beside] or [{"bias": padded_vector(bias, columns)}]
+    biases = jax.tree.map(lambda vector: padded_vector(vector, columns), bias)
+    own = [part.operands(columns) for part in beside] or [{"bias": biases}]
     extras = [_given({**common, **part}) for part in own]
     rotations = [part.rotation for part in beside] or [None]
     pieces = Pieces.of(problem, most_columns=_most_columns(problem, rotations, dtypes))

@@ -74,8 +74,8 @@ class Pieces:
 class Store:
     """The epilogue of one warpgroup.
 
-    extras: the operands given, in device memory: bias and scale (vectors padded to whole tiles), residual, cosine and
-        sine (rows, a head's columns or half of them).
+    extras: the operands given, in device memory: bias (of each product) and scale (vectors padded to whole tiles),
+        residual, cosine and sine (rows, a head's columns or half of them).
     buffers: (slots, rows, columns) in shared memory, for each result; see `Pieces.tiles`.
     arrived: barriers for the residual's pieces, of all warpgroups.
     first_barrier: this warpgroup's first barrier among them.
@@ -191,7 +191,7 @@ class Store:
             return lambda start, residual: self.epilogue.apply(
                 parts(start),
                 scale=factor,
-                bias=self._columns_vector("bias", column + start),
+                biases=self._biases(column + start),
                 residual=residual,
                 dtype=self.outputs[0].dtype,
             )
@@ -206,8 +206,8 @@ class Store:
         before, after = (scale, None) if "bias" in self.extras else (None, scale)
 
         def value(start):
-            bias = self._columns_vector("bias", column + start)
-            return self.epilogue.apply(parts(start), scale=before, bias=bias, residual=None, dtype=jnp.float32)[0]
+            biases = self._biases(column + start)
+            return self.epilogue.apply(parts(start), scale=before, biases=biases, residual=None, dtype=jnp.float32)[0]
 
         load = partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
 
@@ -229,12 +229,12 @@ class Store:
         place = self.extras["residual"].at[pl.ds(row, self.pieces.rows), columns]
         self.buffers[0].at(slot).load_async(place, self.arrived.at[self.first_barrier + slot])
 
-    def _columns_vector(self, name: str, column: jax.Array | int) -> jax.Array | None:
-        if name not in self.extras:
-            return None
-        ref = self.extras[name].at[pl.ds(column, self.pieces.columns)]
-        values = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False).astype(jnp.float32)
-        return lax.broadcast_in_dim(values, (self.pieces.rows, self.pieces.columns), (1,))
+    def _biases(self, column: jax.Array | int) -> list[jax.Array]:
+        """Returns the columns of each product's bias from one on; none without biases."""
+        shape = self.pieces.rows, self.pieces.columns
+        load = partial(plgpu.load, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        values = [load(ref.at[pl.ds(column, shape[1])]) for ref in jax.tree.leaves(self.extras.get("bias"))]
+        return [lax.broadcast_in_dim(value.astype(jnp.float32), shape, (1,)) for value in values]
 
     def _rows_vector(self, name: str, row: jax.Array) -> jax.Array | None:
         if name not in self.extras:

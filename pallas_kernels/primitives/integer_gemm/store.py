@@ -70,7 +70,7 @@ class Store:
             (value,) = self.epilogue.apply(
                 [product[:, start : start + shape[1]] * lax.broadcast_in_dim(scale, shape, (0,))],
                 scale=None,
-                bias=None if bias is None else lax.broadcast_in_dim(bias, shape, (0,)),
+                biases=[] if bias is None else [lax.broadcast_in_dim(bias, shape, (0,))],
                 residual=residual,
                 dtype=self.out.dtype,
             )

@@ -13,6 +13,7 @@ from xlafuse.bench.peers.tensors import Function, Prepare
 ACTIVATIONS: Mapping[str, Callable[[Any], Any]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu": F.gelu,
+    "quick_gelu": lambda x: x * F.sigmoid(1.702 * x),
     "silu": F.silu,
     "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(),

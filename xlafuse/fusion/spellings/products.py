@@ -48,7 +48,7 @@ def _products(
     value: Value,
     weights: tuple[str, ...],
     *,
-    bias: bool = False,
+    biases: tuple[str, ...] = (),
     residual: bool = False,
     wide: bool = False,
     in_16_bits: bool = True,
@@ -67,7 +67,7 @@ def _products(
         arrays = {"x": jax.ShapeDtypeStruct((*rows, depth), value.dtype)}
         arrays |= {name: jax.ShapeDtypeStruct((depth, columns), value.dtype) for name in weights}
         more = jnp.float32 if wide else value.dtype
-        arrays |= {"bias": jax.ShapeDtypeStruct((columns,), more)} if bias else {}
+        arrays |= {name: jax.ShapeDtypeStruct((columns,), more) for name in biases}
         arrays |= {"residual": jax.ShapeDtypeStruct((*rows, columns), value.dtype)} if residual else {}
         yield Proposal(arrays=arrays, order=order)
 
@@ -83,8 +83,11 @@ def _narrow(x: jax.Array, w: jax.Array, *, bias: Any = None, activation: str | N
     return y if residual is None else y + residual
 
 
-def _narrow_gate(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, *, activation: str) -> jax.Array:
-    return ACTIVATIONS[activation].reference(x @ w_gate) * (x @ w_up)
+def _narrow_gate(
+    x: jax.Array, w_gate: jax.Array, w_up: jax.Array, *, bias_gate: Any = None, bias_up: Any = None, activation: str
+) -> jax.Array:
+    gate, up = _narrow(x, w_gate, bias=bias_gate, activation=activation), _narrow(x, w_up, bias=bias_up)
+    return gate * up
 
 
 def _with_activation(given: dict[str, Any], activation: str | None) -> dict[str, Any]:
@@ -97,15 +100,15 @@ def _needs(activation: str | None) -> frozenset[str]:
 
 def _linears() -> Iterator[Spelling]:
     ends = frozenset(("add", "mul", "convert_element_type", "custom_jvp_call", "square", "integer_pow"))
-    for bias, residual, activation in itertools.product((True, False), (True, False), (*ACTIVATIONS, None)):
-        is_plain = not (bias or residual or activation)
+    for biases, residual, activation in itertools.product((("bias",), ()), (True, False), (*ACTIVATIONS, None)):
+        is_plain = not (biases or residual or activation)
         for function, wide in ((_narrow, False), (linear_reference, True)):
             if is_plain and wide:
                 continue
             yield Spelling(
                 operation="linear",
                 function=functools.partial(function, activation=activation),
-                propose=functools.partial(_products, weights=("w",), bias=bias, residual=residual, wide=wide),
+                propose=functools.partial(_products, weights=("w",), biases=biases, residual=residual, wide=wide),
                 roots=frozenset(("dot_general",)) if is_plain else ends,
                 needs=_needs(activation),
                 arguments=functools.partial(_with_activation, activation=activation),
@@ -115,28 +118,34 @@ def _linears() -> Iterator[Spelling]:
             yield Spelling(
                 operation="linear",
                 function=functools.partial(_narrow, activation=activation),
-                propose=functools.partial(_products, weights=("w",), bias=bias, residual=residual, in_16_bits=False),
+                propose=functools.partial(
+                    _products, weights=("w",), biases=biases, residual=residual, in_16_bits=False
+                ),
                 roots=ends,
                 needs=_needs(activation),
                 difference=_OTHER_DTYPE,
             )
 
 
+_GATED = ("w_gate", "w_up")
+
+
 def _gated() -> Iterator[Spelling]:
-    for activation in ACTIVATIONS:
-        for function in (_narrow_gate, gated_linear_reference):
+    for activation, biases in itertools.product(ACTIVATIONS, (("bias_gate", "bias_up"), ())):
+        for function, wide in ((_narrow_gate, False), (gated_linear_reference, True)):
             yield Spelling(
                 operation="gated_linear",
                 function=functools.partial(function, activation=activation),
-                propose=functools.partial(_products, weights=("w_gate", "w_up")),
+                propose=functools.partial(_products, weights=_GATED, biases=biases, wide=wide),
                 roots=frozenset(("mul", "convert_element_type")),
                 needs=_needs(activation),
                 arguments=functools.partial(_with_activation, activation=activation),
+                floating=frozenset(biases),
             )
         yield Spelling(
             operation="gated_linear",
             function=functools.partial(_narrow_gate, activation=activation),
-            propose=functools.partial(_products, weights=("w_gate", "w_up"), in_16_bits=False),
+            propose=functools.partial(_products, weights=_GATED, biases=biases, in_16_bits=False),
             roots=frozenset(("mul",)),
             needs=_needs(activation),
             difference=_OTHER_DTYPE,
