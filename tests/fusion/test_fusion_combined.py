@@ -365,6 +365,13 @@ LOSSES = {
     "optax": lambda h, t, y: optax.softmax_cross_entropy_with_integer_labels(wide(h @ t.T), y).mean(),
     "by hand": lambda h, t, y: -jnp.take_along_axis(jax.nn.log_softmax(wide(h @ t.T)), y[..., None], -1).mean(),
     "one-hot": lambda h, t, y: optax.softmax_cross_entropy(wide(h @ t.T), jax.nn.one_hot(y, 128)).sum(),
+    "smoothed": lambda h, t, y: optax.softmax_cross_entropy(
+        wide(h @ t.T), optax.smooth_labels(jax.nn.one_hot(y, 128), 0.1)
+    ).mean(),
+    "z-loss": lambda h, t, y: (
+        optax.softmax_cross_entropy_with_integer_labels(wide(h @ t.T), y)
+        + 1e-3 * jax.nn.logsumexp(wide(h @ t.T), -1) ** 2
+    ).mean(),
     "rows in one": lambda h, t, y: optax.softmax_cross_entropy_with_integer_labels(
         wide(h @ t.T).reshape(-1, 128), y.reshape(-1)
     ).mean(),

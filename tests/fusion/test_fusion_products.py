@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -248,6 +249,83 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_cross_entropy(sites, name):
     assert sites(LOSSES[name], LOGITS, LABELS) == ["cross_entropy"]
+
+
+def squared(x):
+    return jax.nn.logsumexp(x, axis=-1) ** 2
+
+
+def smooth(y, alpha: Any = 0.1, classes=32):
+    return optax.smooth_labels(jax.nn.one_hot(y, classes), alpha)
+
+
+def confident(y, on=0.9, classes=32):
+    """As Flax's examples make them."""
+    hot = y[..., None] == jnp.arange(classes).reshape((1,) * y.ndim + (-1,))
+    return jnp.where(hot, on, (1 - on) / (classes - 1))
+
+
+INTEGERS = optax.softmax_cross_entropy_with_integer_labels
+Z_LOSSES = {
+    "of each row": lambda x, y: jnp.sin(INTEGERS(x, y) + 1e-3 * squared(x)),
+    "means": lambda x, y: INTEGERS(x, y).mean() + 1e-3 * squared(x).mean(),
+    "mean of both": lambda x, y: (1e-3 * squared(x) + INTEGERS(x, y)).mean(),
+    "log_softmax": lambda x, y: -jnp.take_along_axis(jax.nn.log_softmax(x), y[:, None], -1)[:, 0] + 1e-3 * squared(x),
+    "one-hot": lambda x, y: optax.softmax_cross_entropy(x, jax.nn.one_hot(y, 32)) + squared(x) * 1e-3,
+    "smoothed": lambda x, y: optax.softmax_cross_entropy(x, smooth(y)) + 1e-3 * jnp.square(jax.nn.logsumexp(x, -1)),
+}
+SMOOTHED = {
+    "optax": lambda x, y: optax.softmax_cross_entropy(x, smooth(y)),
+    "mean": lambda x, y: optax.softmax_cross_entropy(x, smooth(y)).mean(),
+    "by hand": lambda x, y: -(jax.nn.log_softmax(x) * smooth(y)).sum(-1).sum(),
+    "chosen": lambda x, y: optax.softmax_cross_entropy(x, confident(y)),
+    "added": lambda x, y: -jnp.sum((0.9 * jax.nn.one_hot(y, 32) + 0.1 / 32) * jax.nn.log_softmax(x)) / 8,
+}
+
+
+@pytest.mark.parametrize("name", Z_LOSSES)
+def test_z_loss(sites, name):
+    told = []
+    assert sites(Z_LOSSES[name], LOGITS, LABELS, told=told.append) == ["cross_entropy"]
+    assert told[0].taken[0].options["z_loss"] == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("name", SMOOTHED)
+def test_label_smoothing(sites, name):
+    """Of labels outside the vocabulary, too: there the smoothing alone is left."""
+    told = []
+    assert sites(SMOOTHED[name], LOGITS, LABELS.at[3].set(40), told=told.append) == ["cross_entropy"]
+    smoothing = 0.1 * 32 / 31 if name == "chosen" else 0.1
+    assert told[0].taken[0].options["label_smoothing"] == pytest.approx(smoothing)
+
+
+NO_Z_LOSS = {
+    "of other logits": lambda x, y: INTEGERS(x, y) + 1e-3 * squared(x[::-1]),
+    "over another axis": lambda x, y: INTEGERS(x, y) + 1e-3 * jax.nn.logsumexp(x[:, :8], axis=0) ** 2,
+    "not squared": lambda x, y: INTEGERS(x, y) + 1e-3 * jax.nn.logsumexp(x, axis=-1),
+    "of the maximum": lambda x, y: INTEGERS(x, y) + 1e-3 * jnp.max(x, axis=-1) ** 2,
+    "of some rows": lambda x, y: INTEGERS(x, y).mean() + 1e-3 * squared(x)[:4].mean(),
+    "an array": lambda x, y: INTEGERS(x, y) + x[:, 0] * squared(x),
+}
+NO_SMOOTHING = {
+    "not to one": lambda x, y: optax.softmax_cross_entropy(x, 0.9 * jax.nn.one_hot(y, 32) + 0.1),
+    "of all but the label": lambda x, y: optax.softmax_cross_entropy(x, 0.9 * jax.nn.one_hot(y, 32) + 0.1 / 31),
+    "negative": lambda x, y: optax.softmax_cross_entropy(x, smooth(y, -0.5)),
+    "over the rows": lambda x, y: optax.softmax_cross_entropy(x, 0.9 * jax.nn.one_hot(y, 32) + 0.1 / 8),
+    "an array": lambda x, y: optax.softmax_cross_entropy(x, smooth(y, jnp.abs(x[:, :1]))),
+}
+
+
+@pytest.mark.parametrize("name", NO_Z_LOSS)
+def test_what_is_no_z_loss(sites, name):
+    told = []
+    sites(NO_Z_LOSS[name], LOGITS, LABELS, told=told.append)
+    assert not any("z_loss" in each.options for each in told[0].taken)
+
+
+@pytest.mark.parametrize("name", NO_SMOOTHING)
+def test_what_is_no_label_smoothing(sites, name):
+    assert sites(NO_SMOOTHING[name], LOGITS, LABELS) == []
 
 
 def test_losses_over_another_axis_are_left(sites):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,6 +49,29 @@ def test_reductions():
     np.testing.assert_allclose(cross_entropy(logits, labels, reduction="sum"), 3 * np.log(4), rtol=1e-6)
     np.testing.assert_allclose(cross_entropy(logits, labels, reduction="mean"), np.log(4), rtol=1e-6)
     assert cross_entropy(logits, jnp.full((2, 2), -1), reduction="mean") == 0
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "smoothed"])
+def test_labels_outside_the_vocabulary_are_rows_of_zeros_without_an_ignore_index(implementation, dtype, options):
+    logits, _, weights = case(4, 5, 200)
+    labels = jnp.asarray([7, 255, 200, 199, 0]).astype(dtype)
+    labels = labels if dtype == "uint8" else labels.at[1].set(-1)
+
+    def by_one_hot(logits):
+        smoothing, z_loss = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
+        target = (1 - smoothing) * jax.nn.one_hot(labels, 200) + smoothing / 200
+        losses = -jnp.sum(target * jax.nn.log_softmax(logits), -1) + z_loss * jax.nn.logsumexp(logits, -1) ** 2
+        return losses @ weights + losses.mean()
+
+    def by_operation(logits):
+        own = partial(cross_entropy, logits, labels, ignore_index=None, implementation=implementation, **options)
+        return own() @ weights + own(reduction="mean")
+
+    for got, expected in zip(*(jax.value_and_grad(f)(logits) for f in (by_operation, by_one_hot)), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -20,7 +20,7 @@ from xlafuse.fusion.dropout import is_dropped
 from xlafuse.fusion.graph import Equation, Graph, Value, depends_on
 from xlafuse.fusion.layouts import element, peel
 from xlafuse.fusion.odd_sizes import NAME as PADDED
-from xlafuse.fusion.prepare import Normed, of_hidden, with_weight
+from xlafuse.fusion.prepare import Normed, with_weight
 from xlafuse.fusion.projection import project
 from xlafuse.fusion.schedule import is_acyclic
 from xlafuse.fusion.site import Refusal, Site
@@ -312,7 +312,6 @@ def _take_logits(combination: Combination, loss: Site) -> None:
         loss,
         operation="linear_cross_entropy",
         arrays={"hidden": hidden, "w": w, "labels": labels},
-        prepare=None if loss.prepare is None else partial(of_hidden, prepare=loss.prepare),
         covered=loss.covered | product.covered,
     )
     if combination.accepts(new, [loss, product]):

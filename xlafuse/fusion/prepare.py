@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels import Norm, QuantizedWeight, Rope
@@ -16,12 +15,6 @@ def with_weight(arrays: dict[str, Any], group_size: int | None) -> dict[str, Any
     scales = arrays.pop("scales").astype(jnp.float32)
     values = arrays.pop("values").T
     return {**arrays, "w": QuantizedWeight(values=values, scales=scales, bits=8, group_size=group_size)}
-
-
-def of_hidden(arrays: dict[str, Any], prepare: Any) -> dict[str, Any]:
-    """Gives a loss of hidden states the labels that one of logits has."""
-    logits = jax.ShapeDtypeStruct((*arrays["labels"].shape, arrays["w"].shape[1]), arrays["w"].dtype)
-    return {**arrays, "labels": prepare({"logits": logits, "labels": arrays["labels"]})["labels"]}
 
 
 class Normed:

@@ -93,16 +93,16 @@ class Search:
                 self.attempts.setdefault((spelling.operation, value), []).append(attempt)
             return None
         covered = equations_between(value, match.arrays.values())
-        if objection := self._objection(spelling, match):
+        if objection := self._objection(spelling, proposal, match):
             refusal = Refusal(operation=spelling.operation, value=value, reason=objection, covered=frozenset(covered))
             self.disallowed.append(refusal)
             return None
         self.fitting.append(covered)
         return _make_site(self._graph, spelling, value, proposal, match, matcher)
 
-    def _objection(self, spelling: Spelling, match: Match) -> str:
+    def _objection(self, spelling: Spelling, proposal: Proposal, match: Match) -> str:
         """Returns why a match is refused; "" where it is not."""
-        if reason := spelling.objection(match.numbers):
+        if reason := spelling.objection({**proposal.static, **match.numbers}):
             return reason
         if spelling.difference and spelling.allowed_by not in self.allow:
             allowance = f"; allow={{{spelling.allowed_by!r}}} takes it" if spelling.allowed_by is not None else ""

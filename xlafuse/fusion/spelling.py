@@ -35,7 +35,7 @@ class Spelling:
     floating: arrays that may come in any floating dtype. broadcasting: arrays that need not have all axes.
     difference: why it is refused; "" where it is not.
     allowed_by: the name in `allow=` that takes it nevertheless.
-    objection: returns why the numbers found are refused; "" where they are not.
+    objection: returns why the static arguments and the numbers found are refused; "" where they are not.
     arguments: makes the call's options of the static arguments and the numbers found.
     prepare: changes the arrays before the call.
     negated: whether the function computes the negative of the operation.
@@ -55,7 +55,7 @@ class Spelling:
     broadcasting: frozenset[str] = frozenset()
     difference: str = ""
     allowed_by: str | None = None
-    objection: Callable[[Mapping[str, float]], str] = lambda numbers: ""
+    objection: Callable[[Mapping[str, Any]], str] = lambda numbers: ""
     arguments: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: given
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     negated: bool = False

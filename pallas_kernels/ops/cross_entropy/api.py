@@ -21,6 +21,7 @@ from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.settings import usual_promotion
 
 Reduction = Literal["none", "sum", "mean"]
+IGNORED = -1
 
 
 @usual_promotion
@@ -28,7 +29,7 @@ def cross_entropy(
     logits: jax.Array,
     labels: jax.Array,
     *,
-    ignore_index: int = -1,
+    ignore_index: int | None = -1,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: Reduction = "none",
@@ -41,8 +42,9 @@ def cross_entropy(
         lse = logsumexp(logits, axis=-1)
         loss = lse - (1 - label_smoothing) * logits[labels] - label_smoothing * mean(logits, -1) + z_loss * lse**2
 
-    The loss is 0 for the label `ignore_index`. A label outside the vocabulary gives NaN and a gradient of zero. Labels
-    have no gradient.
+    The loss is 0 for the label `ignore_index`. Another label outside the vocabulary gives NaN and a gradient of zero.
+    Without an `ignore_index` it is a row of zeros instead, as `jax.nn.one_hot` makes it, and its loss is the smoothing
+    and the squared lse alone. Labels have no gradient.
 
     Memory traffic of "mosaic" in a training step (loss and gradient), where n is the size of the logits:
 
@@ -59,8 +61,8 @@ def cross_entropy(
     Args:
         logits: (..., vocabulary), bfloat16, float16 or float32 (any floating dtype with "xla").
         labels: (...), integers of any width, `0 <= label < vocabulary` or `ignore_index`.
-        ignore_index: the label of tokens that do not count, a Python integer. Gradients are finite only if the logits
-            of those tokens are, too.
+        ignore_index: the label of tokens that do not count, a Python integer; or None. Gradients are finite only if the
+            logits of those tokens are, too.
         label_smoothing: the share of the target spread evenly over the vocabulary, a Python number from 0 to 1.
         z_loss: the weight of the squared lse, which keeps logits from drifting, a Python number.
         reduction: "none", "sum", or "mean" over the tokens that count (0 if none does).
@@ -93,14 +95,15 @@ def cross_entropy(
         return cross_entropy_reference(logits, labels, **options, reduction=reduction)
     vocabulary = logits.shape[-1]
     rows, flat_labels = varying_alike((logits.reshape(-1, vocabulary), labels.reshape(-1)))
+    is_one_hot = ignore_index is None
+    if labels.dtype != jnp.int32 or is_one_hot:
+        flat_labels = plain_labels(flat_labels, vocabulary, ignore_index)
+        options["ignore_index"] = IGNORED
     weights = None
     if reduction == "mean":
-        weights = jnp.sum(flat_labels != ignore_index, dtype=jnp.int32).reshape(1)
-    if labels.dtype != jnp.int32:
-        is_ignored, is_valid = label_kinds(flat_labels, vocabulary, ignore_index)
-        flat_labels = jnp.where(is_valid, flat_labels.astype(jnp.int32), jnp.where(is_ignored, -1, -2))
-        options["ignore_index"] = -1
-    call = _Call(terms=Terms(vocabulary=vocabulary, **options), is_reduced=reduction != "none")
+        weights = jnp.sum(flat_labels != options["ignore_index"], dtype=jnp.int32).reshape(1)
+    terms = Terms(vocabulary=vocabulary, is_one_hot=is_one_hot, **options)
+    call = _Call(terms=terms, is_reduced=reduction != "none")
     loss: jax.Array = _cross_entropy_mosaic(call, rows, flat_labels, weights)  # pyright: ignore
     return loss.reshape(labels.shape) if reduction == "none" else loss
 
@@ -112,6 +115,12 @@ def mosaic_unsupported(logits: jax.Array) -> str | None:
     if logits.shape[-1] < THREADS and logits.size:
         return f"the vocabulary is {logits.shape[-1]}, a warpgroup shares at least {THREADS} values of a row"
     return mosaic_gpu_unsupported()
+
+
+def plain_labels(labels: jax.Array, vocabulary: int, ignore_index: int | None) -> jax.Array:
+    """Returns int32 labels, with `IGNORED` for what is ignored and -2 for what names no token."""
+    is_ignored, is_valid = label_kinds(labels, vocabulary, ignore_index)
+    return jnp.where(is_valid, labels.astype(jnp.int32), jnp.where(is_ignored, IGNORED, -2))
 
 
 def checked_labels(operation: str, labels: jax.Array, shape: tuple[int, ...], *, each: str) -> jax.Array:
@@ -139,7 +148,7 @@ def checked_labels(operation: str, labels: jax.Array, shape: tuple[int, ...], *,
 def checked_options(
     operation: str,
     labels_dtype: jnp.dtype,
-    ignore_index: int,
+    ignore_index: int | None,
     label_smoothing: float,
     z_loss: float,
     reduction: str,
@@ -149,9 +158,11 @@ def checked_options(
     Raises:
         TypeError, ValueError: an option is not a Python number, or out of range.
     """
-    options: dict[str, Any] = {"ignore_index": static_integer(operation, "ignore_index", ignore_index)}
-    if not -(2 ** (8 * labels_dtype.itemsize - 1)) <= options["ignore_index"] <= jnp.iinfo(labels_dtype).max:
-        raise ValueError(f"{operation}: ignore_index must be one of labels' {labels_dtype.name}, got {ignore_index}.")
+    options: dict[str, Any] = {"ignore_index": None}
+    if ignore_index is not None:
+        options["ignore_index"] = index = static_integer(operation, "ignore_index", ignore_index)
+        if not -(2 ** (8 * labels_dtype.itemsize - 1)) <= index <= jnp.iinfo(labels_dtype).max:
+            raise ValueError(f"{operation}: ignore_index must be one of labels' {labels_dtype.name}, got {index}.")
     options["label_smoothing"] = static_number(operation, "label_smoothing", label_smoothing)
     options["z_loss"] = finite_number(operation, "z_loss", z_loss)
     if not 0 <= label_smoothing <= 1:

@@ -5,6 +5,9 @@ With z the logits of a row, t its label, V the vocabulary, s the label smoothing
     loss = lse - (1 - s) z_t - s mean(z) + c lse^2,      lse = log(sum(exp(z)))
     dz_j = exp(z_j - lse) (1 + 2 c lse) - (1 - s) [j = t] - s / V
 
+Where a label outside the vocabulary is a row of zeros, that row's target has the smoothing alone: its 1 - s is 0, and
+its lse and 1 in front of these are s.
+
 Where possible the maximum is used rather than lse: at logits of 1e4 the float32 rounding of lse alone is a relative
 error of 5e-4 in every probability. For 16-bit logits an exponential is 2^(z log2(e) - shift), one fused multiply-add
 and one ex2, with the *same* rounded shift throughout a row: the shift's rounding error cancels in every quotient.
@@ -68,14 +71,16 @@ def logarithm(x: jax.Array) -> jax.Array:
 class Token:
     """A row's label, and the weight of its loss.
 
-    label: the label, or a valid token in place of an invalid one. is_valid: whether the label names a token. offset:
-    the loss if it does not. weight: the factor of the loss, 0 if it does not.
+    label: the label, or a valid token in place of an invalid one. is_valid: whether the row counts. offset: the loss if
+    it does not. weight: the factor of the loss, 0 if it does not. share: of the label's token in the target; None for
+    all but the smoothing.
     """
 
     label: jax.Array
     is_valid: jax.Array
     weight: jax.Array
     offset: jax.Array
+    share: jax.Array | None = None
 
 
 def weight_of_row(weights_ref, row: jax.Array) -> jax.Array | float:
@@ -96,20 +101,30 @@ def weight_of_row(weights_ref, row: jax.Array) -> jax.Array | float:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The static numbers of a call."""
+    """The static numbers of a call.
+
+    ignore_index: the label of rows that do not count. is_one_hot: whether other labels outside the vocabulary are rows
+    of zeros, as `jax.nn.one_hot` makes them, and not NaN.
+    """
 
     vocabulary: int
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     ignore_index: int = -1
+    is_one_hot: bool = False
 
     def token(self, label: jax.Array, weight: jax.Array | float) -> Token:
         """Returns the token of an int32 label."""
         is_ignored = label == self.ignore_index
         is_valid = (label != self.ignore_index) & (label >= 0) & (label < self.vocabulary)
+        label, share = jnp.where(is_valid, label, 0), None
+        if self.is_one_hot:
+            share = jnp.where(is_valid, jnp.float32(1 - self.label_smoothing), jnp.float32(0))
+            is_valid = jnp.logical_not(is_ignored)
         return Token(
-            label=jnp.where(is_valid, label, 0),
+            label=label,
             is_valid=is_valid,
+            share=share,
             weight=jnp.where(is_valid, jnp.asarray(weight, jnp.float32), jnp.float32(0)),
             offset=jnp.where(is_ignored, jnp.float32(0), jnp.float32(jnp.nan)),
         )
@@ -123,7 +138,10 @@ class Terms:
         logits, given where there is label smoothing. All float32 scalars.
         """
         log_sum = logarithm(total)
-        loss = log_sum - (1 - self.label_smoothing) * (target - maximum)
+        if token.share is None:
+            loss = log_sum - (1 - self.label_smoothing) * (target - maximum)
+        else:
+            loss = (token.share + self.label_smoothing) * log_sum - token.share * (target - maximum)
         if logit_sum is not None:
             loss -= self.label_smoothing * (logit_sum * (1 / self.vocabulary) - maximum)
         if self.z_loss:
@@ -141,14 +159,17 @@ class Terms:
     ) -> Slope:
         """Returns the parameters of a row's gradient, times its weight. total: under the shift, if one is given."""
         factor, weight = token.weight / total, token.weight
+        mass = 1 if token.share is None else token.share + self.label_smoothing
         if self.z_loss:
-            factor *= 1 + 2 * self.z_loss * (maximum + logarithm(total))
+            mass += 2 * self.z_loss * (maximum + logarithm(total))
+        if self.z_loss or token.share is not None:
+            factor *= mass
         return Slope(
             exponential=exponential,
             shift=maximum if shift is None else shift,
             factor=factor,
             everywhere=weight * (self.label_smoothing / self.vocabulary) if self.label_smoothing else None,
-            at_label=weight * (1 - self.label_smoothing),
+            at_label=weight * (1 - self.label_smoothing if token.share is None else token.share),
         )
 
 

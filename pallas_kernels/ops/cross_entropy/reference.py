@@ -11,7 +11,7 @@ def cross_entropy_reference(
     logits: jax.Array,
     labels: jax.Array,
     *,
-    ignore_index: int = -1,
+    ignore_index: int | None = -1,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "none",
@@ -23,13 +23,17 @@ def cross_entropy_reference(
     shifted = wide - maximum[..., None]
     log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
     target = jnp.take_along_axis(shifted, jnp.clip(labels, 0, vocabulary - 1)[..., None], axis=-1)[..., 0]
+    is_ignored, is_valid = label_kinds(labels, vocabulary, ignore_index)
     loss = log_sum - (1 - label_smoothing) * target
+    if ignore_index is None:  # a label outside the vocabulary is a row of zeros
+        loss = jnp.where(is_valid, loss, label_smoothing * log_sum)
     if label_smoothing:
         loss -= label_smoothing * jnp.mean(shifted, axis=-1)
     if z_loss:
         loss += z_loss * jnp.square(maximum + log_sum)
-    is_ignored, is_valid = label_kinds(labels, vocabulary, ignore_index)
-    return reduce_loss(_where_labelled(loss, is_ignored, is_valid), is_ignored, reduction)
+    if ignore_index is not None:
+        loss = _where_labelled(loss, is_ignored, is_valid)
+    return reduce_loss(loss, is_ignored, reduction)
 
 
 @jax.jit
@@ -41,8 +45,10 @@ def _where_labelled(loss: jax.Array, is_ignored: jax.Array, is_valid: jax.Array)
     return jnp.where(is_valid, loss, jnp.where(is_ignored, 0, jnp.nan))
 
 
-def label_kinds(labels: jax.Array, vocabulary: int, ignore_index: int) -> tuple[jax.Array, jax.Array]:
+def label_kinds(labels: jax.Array, vocabulary: int, ignore_index: int | None) -> tuple[jax.Array, jax.Array]:
     """Returns which labels are ignored, and which name a token."""
+    if ignore_index is None:
+        return jnp.zeros(labels.shape, bool), (labels >= 0) & (labels < vocabulary)
     is_ignored = labels == np.asarray(ignore_index).astype(labels.dtype)  # -1 becomes the largest unsigned label
     return is_ignored, ~is_ignored & (labels >= 0) & (labels < vocabulary)
 

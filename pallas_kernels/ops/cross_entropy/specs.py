@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,15 @@ from pallas_kernels.spec_builders import array_call, calls, traffic
 from pallas_kernels.specs import Arguments, ArraySpec, OpSpec
 
 
+def label_spec(shape: tuple[int, ...], vocabulary: int, static: Mapping[str, Any]) -> ArraySpec:
+    """Returns labels; without an `ignore_index` some are outside the vocabulary."""
+    outside = vocabulary // 4 if static.get("ignore_index", -1) is None else 0
+    return ArraySpec(shape=shape, dtype="int32", fill="integers", minimum=-outside, maximum=vocabulary + outside)
+
+
 @array_call
 def _call(logits, **static):
-    labels = ArraySpec(shape=logits.shape[:-1], dtype="int32", fill="integers", minimum=0, maximum=logits.shape[-1])
+    labels = label_spec(logits.shape[:-1], logits.shape[-1], static)
     told = (f"{key}_{value}" for key, value in static.items())
     arguments = {"logits": replace(logits, deviation=3.0), "labels": labels, **static}
     return arguments, logits.fill != "normal" and logits.fill, *told
@@ -70,6 +78,9 @@ CROSS_ENTROPY = OpSpec(
         _call(2, 512, dtype="float32", reduction="sum", label_smoothing=0.1, z_loss=1e-3),
         _call(2, 512, dtype="float32", label_smoothing=0.1),
         _call(2, 512, z_loss=1e-3),
+        _call(8, 512, label_smoothing=0.1, z_loss=1e-3, ignore_index=None),
+        _call(8, 16384 + 4101, reduction="mean", label_smoothing=0.1, ignore_index=None, tags="test ragged long"),
+        _call(70, 16384, reduction="sum", label_smoothing=0.1, ignore_index=None, tags="test long"),
         _call(2, 256, dtype="float16", reduction="mean"),
         _call(256),
         _call(40, 2, reduction="mean", ignore_index=1, tags="test ragged"),
@@ -91,6 +102,7 @@ CROSS_ENTROPY = OpSpec(
         _call(300, 12416, dtype="float32", reduction="mean", label_smoothing=0.1, tags="gpu"),
         _call(300, 32000, dtype="float16", reduction="mean", tags="gpu"),
         _call(300, 50304, reduction="mean", label_smoothing=0.1, z_loss=1e-4, tags="gpu"),
+        _call(300, 50304, reduction="mean", label_smoothing=0.1, z_loss=1e-4, ignore_index=None, tags="gpu"),
         _call(200, 50257, reduction="mean", label_smoothing=0.1, tags="gpu ragged"),
         _call(200, 4097, dtype="float32", reduction="mean", tags="gpu ragged"),
         _call(40, 50257, reduction="mean", label_smoothing=0.1, tags="gpu ragged"),

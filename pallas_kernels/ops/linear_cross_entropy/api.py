@@ -14,10 +14,16 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
 from pallas_kernels.ops._products.checks import check_operands, check_weight
 from pallas_kernels.ops._products.norm import as_rows
-from pallas_kernels.ops.cross_entropy.api import Reduction, checked_labels, checked_options, cross_entropy
+from pallas_kernels.ops.cross_entropy.api import (
+    IGNORED,
+    Reduction,
+    checked_labels,
+    checked_options,
+    cross_entropy,
+    plain_labels,
+)
 from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import scale_in_place
-from pallas_kernels.ops.cross_entropy.reference import label_kinds
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.ops.linear_cross_entropy.config import (
     LossConfig,
@@ -38,8 +44,6 @@ from pallas_kernels.primitives.odd_sizes import MATRICES, matmul, padding_of
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
-_IGNORED = -1
-
 
 @usual_promotion
 def linear_cross_entropy(
@@ -47,7 +51,7 @@ def linear_cross_entropy(
     w: jax.Array,
     labels: jax.Array,
     *,
-    ignore_index: int = -1,
+    ignore_index: int | None = -1,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: Reduction = "none",
@@ -61,8 +65,9 @@ def linear_cross_entropy(
         lse = logsumexp(logits, axis=-1)
         loss = lse - (1 - label_smoothing) * logits[labels] - label_smoothing * mean(logits, -1) + z_loss * lse**2
 
-    The loss is 0 for the label `ignore_index`. A label outside the vocabulary gives NaN and a gradient of zero. Labels
-    have no gradient.
+    The loss is 0 for the label `ignore_index`. Another label outside the vocabulary gives NaN and a gradient of zero.
+    Without an `ignore_index` it is a row of zeros instead, as `jax.nn.one_hot` makes it, and its loss is the smoothing
+    and the squared lse alone. Labels have no gradient.
 
     Work and memory of "mosaic", besides arguments and results:
 
@@ -80,7 +85,7 @@ def linear_cross_entropy(
         w: (features, vocabulary), of hidden's dtype. Pass an embedding table (vocabulary, features) as `table.T`; XLA
             copies it.
         labels: (...), integers of any width, `0 <= label < vocabulary` or `ignore_index`.
-        ignore_index: the label of tokens that do not count, a Python integer.
+        ignore_index: the label of tokens that do not count, a Python integer; or None.
         label_smoothing: the share of the target spread evenly over the vocabulary, a Python number from 0 to 1.
         z_loss: the weight of the squared lse, which keeps logits from drifting, a Python number.
         reduction: "none", "sum", or "mean" over the tokens that count (0 if none does).
@@ -138,14 +143,9 @@ def _product_and_loss(hidden: jax.Array, w: jax.Array, labels: jax.Array, **opti
         return cross_entropy(linear_reference(hidden, w, multiply=matmul), labels, **options)
     logits = linear_reference(hidden, _with_columns(w, padding.rhs[1]))
     logits = logits.at[..., vocabulary:].set(-jnp.inf)
-    labels = _plain_labels(labels, vocabulary, options["ignore_index"])
-    return cross_entropy(logits, labels, **{**options, "ignore_index": _IGNORED})
-
-
-def _plain_labels(labels: jax.Array, vocabulary: int, ignore_index: int) -> jax.Array:
-    """Returns int32 labels, with -1 for what is ignored and -2 for what names no token."""
-    is_ignored, is_valid = label_kinds(labels, vocabulary, ignore_index)
-    return jnp.where(is_valid, labels.astype(jnp.int32), jnp.where(is_ignored, _IGNORED, -2))
+    labels = plain_labels(labels, vocabulary, options["ignore_index"])
+    ignored = None if options["ignore_index"] is None else IGNORED
+    return cross_entropy(logits, labels, **{**options, "ignore_index": ignored})
 
 
 def _with_columns(w: jax.Array, columns: int) -> jax.Array:
@@ -160,13 +160,14 @@ def _kernel(
     hidden, flat_labels = hidden.reshape(rows, -1), labels.reshape(rows)
     hidden, w, flat_labels = varying_alike((hidden, w, flat_labels))
     vocabulary = w.shape[1]
-    flat_labels = _plain_labels(flat_labels, vocabulary, options["ignore_index"])
+    flat_labels = plain_labels(flat_labels, vocabulary, options["ignore_index"])
     w = _with_columns(w, columns_for(vocabulary))
     padding = -rows % TMA_ROWS
     if padding:
         hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
-        flat_labels = jnp.pad(flat_labels, (0, padding), constant_values=_IGNORED)
-    terms = Terms(vocabulary=vocabulary, **{**options, "ignore_index": _IGNORED})
+        flat_labels = jnp.pad(flat_labels, (0, padding), constant_values=IGNORED)
+    is_one_hot = options["ignore_index"] is None
+    terms = Terms(vocabulary=vocabulary, is_one_hot=is_one_hot, **{**options, "ignore_index": IGNORED})
     call = Call(terms=terms, reduction=reduction, config=default_config(rows, w.shape[1], w.shape[0]))
     loss: jax.Array = _loss_mosaic(call, hidden, w, flat_labels)  # pyright: ignore
     return loss[:rows].reshape(labels.shape) if reduction == "none" else loss

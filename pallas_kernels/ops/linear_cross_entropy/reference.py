@@ -13,7 +13,7 @@ def linear_cross_entropy_reference(
     w: jax.Array,
     labels: jax.Array,
     *,
-    ignore_index: int = -1,
+    ignore_index: int | None = -1,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "none",

@@ -8,17 +8,17 @@ from functools import partial
 import jax
 
 from pallas_kernels.ops._products.specs import product_call, weight
-from pallas_kernels.ops.cross_entropy.specs import is_reduced
+from pallas_kernels.ops.cross_entropy.specs import is_reduced, label_spec
 from pallas_kernels.ops.linear_cross_entropy.api import linear_cross_entropy
 from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
 from pallas_kernels.spec_builders import both_passes, traffic
-from pallas_kernels.specs import Arguments, ArraySpec, OpSpec
+from pallas_kernels.specs import Arguments, OpSpec
 
 
 @product_call
 def _call(hidden, *, vocabulary, **static):
     """Makes a call whose logits have a standard deviation of 2, like a trained model's."""
-    labels = ArraySpec(shape=hidden.shape[:-1], dtype="int32", fill="integers", minimum=0, maximum=vocabulary)
+    labels = label_spec(hidden.shape[:-1], vocabulary, static)
     operands = {"hidden": hidden, "w": weight(hidden, vocabulary, deviation=2), "labels": labels}
     return vocabulary, operands, (static, "-".join(f"{key}_{value}" for key, value in static.items()))
 
@@ -53,12 +53,14 @@ LINEAR_CROSS_ENTROPY = OpSpec(
         _call(2, 6, features=64, vocabulary=320, label_smoothing=0.1, z_loss=1e-2),
         _call(8, features=64, vocabulary=512, reduction="sum", label_smoothing=0.1, z_loss=1e-3),
         _call(72, features=64, vocabulary=128, reduction="mean"),
+        _call(13, features=64, vocabulary=136, reduction="mean", label_smoothing=0.1, z_loss=1e-3, ignore_index=None),
         _call(72, features=64, vocabulary=133, reduction="mean", label_smoothing=0.1),
         _call(8, features=64, vocabulary=128, dtype="float16", reduction="mean", ignore_index=3),
         _call(0, features=64, vocabulary=128, reduction="mean", tags="test empty"),
         _call(300, features=1024, vocabulary=8192, reduction="mean", tags="gpu"),
         _call(520, features=256, vocabulary=5056, reduction="sum", label_smoothing=0.1, z_loss=1e-4, tags="gpu"),
         _call(2, 150, features=512, vocabulary=4992, label_smoothing=0.1, tags="gpu"),
+        _call(301, features=512, vocabulary=5000, reduction="mean", label_smoothing=0.1, ignore_index=None, tags="gpu"),
         _call(40, features=512, vocabulary=8000, dtype="float16", reduction="mean", tags="gpu"),
         _call(4096, features=4096, vocabulary=128256, reduction="mean", tags="gpu bench block"),
         _call(4096, features=4096, vocabulary=128256, tags="bench"),
