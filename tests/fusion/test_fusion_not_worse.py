@@ -47,6 +47,10 @@ def norm(x, scale):
     return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
 
 
+def dropped(x, keep):
+    return jnp.where(keep, x / 0.9, 0).astype(x.dtype)
+
+
 def experts(x, gate, up, down, sizes, precision=None):
     gate, up = (jax.lax.ragged_dot(x, w, sizes, precision=precision) for w in (gate, up))
     return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes, precision=precision)
@@ -127,6 +131,16 @@ TAKEN = {
     ),
     "experts": (experts, EXPERTS, ["grouped_gated_linear", "grouped_linear"]),
     "norm of a sum": (lambda x, y, s, w: norm(x + y, s) @ w, (X, X, SCALE, W), ["rms_norm"]),
+    "norm of a sum with dropout": (
+        lambda x, y, s, w, keep: jnp.sin(norm(x + dropped(y @ w, keep), s) @ w),
+        (X, X, SCALE, W, array(4096, 1024, dtype=jnp.bool_)),
+        ["rms_norm"],
+    ),
+    "residual stream with dropout": (
+        lambda x, y, s, w, keep: (total := x + dropped(y @ w, keep)) + norm(total, s) @ w,
+        (X, X, SCALE, W, array(4096, 1024, dtype=jnp.bool_)),
+        ["linear", "rms_norm"],
+    ),
     "norm of a transposed sum": (
         lambda x, y, s, w: (norm(jnp.swapaxes(x + y, 0, 1), s) @ w, x + y),
         (array(64, 64, 1024), array(64, 64, 1024), SCALE, W),

@@ -24,6 +24,7 @@ _STREAMING = frozenset(("rms_norm", "layer_norm", "softmax", "bias_activation", 
 """Operations that take as long as it takes to read and write their arrays."""
 _READING = _STREAMING | {"cross_entropy"}
 """Those that read large arrays."""
+_NORMS = ("rms_norm", "layer_norm")
 _ELEMENTWISE = ("bias_activation", "gated_activation")
 """Those that compute each element by itself."""
 _APART = frozenset((
@@ -70,9 +71,12 @@ def worthwhile(
             reason = _Neighbours(graph, called, pads=pads).reason(site)
             if reason is not None:
                 called.remove(site)
+                changes = True
+                if (of_sum := _of_sum(site)) is not None and implementation(of_sum) != "xla":
+                    called.append(of_sum)
+                    continue
                 value, covered = site.results[0], site.covered | site.shared
                 refused.append(Refusal(operation=site.operation, value=value, reason=reason, covered=covered))
-                changes = True
     return called, written, refused
 
 
@@ -89,6 +93,25 @@ def with_gradients_only(graph: Graph, sites: Sequence[Site]) -> tuple[Site, ...]
         if site.operation in ("rms_norm", "layer_norm") and around.is_written_for(site)
         else site
         for site in sites
+    )
+
+
+def _of_sum(norm: Site) -> Site | None:
+    """Returns a norm of a sum without the sum, which XLA then computes with what computes its sides, such as dropout.
+
+    The norm's gradient by XLA reads and writes more: the gradient of a sublayer of 8192 x 1024 with dropout moves 1434
+    MB without the kernel, and 1312 with it.
+    """
+    if norm.operation not in _NORMS or "residual" not in norm.arrays:
+        return None
+    total = norm.results[1]
+    arrays = {name: each for name, each in norm.arrays.items() if name != "residual"}
+    return replace(
+        norm,
+        arrays={**arrays, "x": replace(norm.arrays["x"], value=total)},
+        results=norm.results[:1],
+        orders=norm.orders[:1],
+        covered=norm.covered - {total.equation},
     )
 
 
@@ -159,7 +182,8 @@ class _Neighbours:
                 return f"{name} is a part of a padded product, which XLA fuses it with; a kernel would need a copy"
             if is_large and _is_sliced(binding):
                 return f"XLA fuses it with the slice that {name} is; a kernel would need a copy of that"
-            if producer is not None and is_large and self._readers(producer.outputs[0]) <= site.covered:
+            is_sum = site.operation in _NORMS and binding.value.equation is producer and _adds_two(producer)
+            if producer is not None and is_large and self._readers(producer.outputs[0]) <= site.covered and not is_sum:
                 return (
                     f"XLA fuses it with {producer.primitive}, which computes {name}; a kernel would read {name} again"
                 )
@@ -251,6 +275,13 @@ class _Neighbours:
         """Returns whether XLA may compute what an equation reads in the same launch, if it is elementwise."""
         owner = self._owners.get(reader)
         return owner.operation in _STREAMING if owner is not None else reader.primitive not in _APART
+
+
+def _adds_two(equation: Equation | None) -> bool:
+    """Returns whether an equation is the sum of two arrays of its result's shape."""
+    if equation is None or equation.primitive != "add":
+        return False
+    return all(each.shape == equation.outputs[0].shape for each in equation.inputs)
 
 
 def _is_activated(site: Site) -> bool:
