@@ -32,6 +32,8 @@ def test_without_a_gpu_none_is_xla():
         ({"w_up": jnp.ones((64, 192), jnp.bfloat16)}, ValueError, r"like w_gate \(64, 128\), got \(64, 192\)"),
         ({"w_up": jnp.ones((64, 128), jnp.float16)}, TypeError, "w_up must have x's dtype bfloat16, got float16"),
         ({"w_up": jnp.ones((64, 128), jnp.int8)}, TypeError, "w_up must be floating, got int8"),
+        ({"bias_up": jnp.ones(64)}, ValueError, r"bias_up must be one value an output, shape \(128,\), got \(64,\)"),
+        ({"bias_gate": jnp.ones(128, jnp.int8)}, TypeError, "bias_gate must be floating, got int8"),
         ({"activation": "silo"}, ValueError, "Did you mean 'silu'"),
     ],
 )
