@@ -14,7 +14,7 @@ import numpy as np
 from xlafuse.fusion.graph import Value, before
 from xlafuse.fusion.layouts import Ref, element, peel
 from xlafuse.fusion.spelling import Proposal, Spelling, wide
-from xlafuse.fusion.spellings.attention_forms import BIASES, OPPOSITES, REACH, THROUGH, Form, forms
+from xlafuse.fusion.spellings.attention_forms import BIASES, OPPOSITES, REACH, THROUGH, Form, forms, size_of_heads
 from xlafuse.fusion.spellings.rows import HIDDEN, LOWEST
 from xlafuse.fusion.terms import head
 
@@ -63,7 +63,7 @@ def _attend(
         weights = weights.astype(dtype)
         weights = _dropped(weights, form, given) if form.drops else weights
     out = jnp.einsum("bkgts,bskd->btkgd", weights, value, preferred_element_type=more if form.is_wide else dtype)
-    return out.reshape(query.shape).astype(dtype)
+    return out.reshape(*query.shape[:3], value.shape[3]).astype(dtype)
 
 
 def _chosen(name: str, given: Mapping[str, Any], kept: jax.Array, other: jax.Array) -> jax.Array:
@@ -152,10 +152,10 @@ def _attentions(result: Value) -> Iterator[Proposal]:
     order = tuple(axes.index(axis) for axis in range(len(axes)))
     if len(shape) == 3:
         order = (0, *(place + 1 for place in order))
-    if heads % key_heads:
+    if heads % key_heads or (own_size := size_of_heads(weights)) is None:
         return
-    given = jax.ShapeDtypeStruct((batch, keys, key_heads, size), result.dtype)
-    own = {"query": jax.ShapeDtypeStruct((batch, queries, heads, size), result.dtype), "key": given, "value": given}
+    sizes = {"query": (queries, heads, own_size), "key": (keys, key_heads, own_size), "value": (keys, key_heads, size)}
+    own = {name: jax.ShapeDtypeStruct((batch, *size), result.dtype) for name, size in sizes.items()}
     for form in forms(weights, is_wide=product.dtype.itemsize > result.dtype.itemsize):
         if form.is_causal and queries == 1:
             continue

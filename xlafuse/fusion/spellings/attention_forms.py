@@ -7,6 +7,7 @@ from the program, so that only their pattern is traced, and not one for each com
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -84,6 +85,15 @@ def _path(weights: Value) -> list[Value]:
         if each.equation is not None and not path.isdisjoint(each.equation.inputs):
             path.add(each)
     return [each for each in found if each in path]
+
+
+def size_of_heads(weights: Value) -> int | None:
+    """Returns the columns of a head of queries and keys, which the product that makes the scores contracts."""
+    path = _path(weights)
+    if not path or path[0].equation is None or path[0].primitive != "dot_general":
+        return None
+    product = path[0].equation
+    return math.prod(product.inputs[0].shape[axis] for axis in product.params["dimension_numbers"][0][0])
 
 
 def _place(value: Value) -> int:
