@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from draws import normal
 from pallas_kernels.ops.attention import reference
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.few_queries import decodes, packed
-from pallas_kernels.ops.attention.problem import problem_of, tiles_of
+from pallas_kernels.ops.attention.problem import facts_of, tiles_of
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.specs import seeds_of
 
@@ -156,7 +156,9 @@ def test_sinks_of_each_member_of_a_vmap(seed):
     sinks = normal(seed, (2, 2), jnp.float32)
 
     def slope(sinks):
-        return jax.grad(lambda s: attention(*arrays, sinks=s, implementation="mosaic").astype(jnp.float32).sum())(sinks)
+        return jax.grad(
+            lambda s: cast(Any, attention(*arrays, sinks=s, implementation="mosaic")).sum(dtype=jnp.float32)
+        )(sinks)
 
     for own, other in zip(jax.vmap(slope)(sinks), map(slope, sinks), strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-6, err_msg=f"seed={seed}")
@@ -165,7 +167,7 @@ def test_sinks_of_each_member_of_a_vmap(seed):
 def test_few_queries_with_sinks_stay_apart():
     """Queries of several heads in one head would have several sinks, and the kernel of decoding has none."""
     query, key = (jax.ShapeDtypeStruct((16, n, h, 64), jnp.bfloat16) for n, h in ((16, 8), (4096, 2)))
-    plain, own = (problem_of(query, key, **{**NOTHING, "sinks": sinks})[0] for sinks in (None, jnp.zeros(8)))
+    plain, own = (facts_of(query, key, **NOTHING, sinks=sinks) for sinks in (None, jnp.zeros(8)))  # pyright: ignore[reportArgumentType]
     assert decodes(plain)
     assert packed(plain) != plain
     assert not decodes(own)
