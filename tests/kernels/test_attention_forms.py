@@ -1,4 +1,4 @@
-"""Attention with values of another head size than keys, and with sinks."""
+"""Attention with values of another head size than keys, with sinks, and with tiles skipped beside a mask's value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from draws import normal
 
-from pallas_kernels.ops.attention import reference
+from pallas_kernels.ops.attention import problem, reference
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.few_queries import decodes, packed
 from pallas_kernels.ops.attention.problem import facts_of, tiles_of
@@ -172,6 +172,48 @@ def test_few_queries_with_sinks_stay_apart():
     assert packed(plain) != plain
     assert not decodes(own)
     assert packed(own) == own
+
+
+PADDED = (jnp.arange(72) >= jnp.asarray([[0], [70]]))[:, None, None]
+"""Keys are padding at the front, so that causal queries there see none."""
+ONE, OTHER = (jnp.repeat(jnp.asarray(numbers), 24)[None].repeat(2, 0) for numbers in ((0, 1, 2), (1, 1, 3)))
+
+SKIPPED: dict[str, dict[str, Any]] = {
+    "causal, padding": {"is_causal": True, "mask": PADDED},
+    "a window, padding of some heads": {"window": (9, 3), "mask": PADDED & (jnp.arange(2) > 0)[:, None, None]},
+    "segments of queries and others of keys": {"segment_ids": (ONE, OTHER)},
+    "sinks": {"is_causal": True, "mask": PADDED, "sinks": jnp.asarray([0.5, -2.0])},
+}
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("name", SKIPPED)
+def test_queries_that_see_no_key_average_all_values_though_tiles_are_skipped(name, monkeypatch, seed):
+    monkeypatch.setattr(problem, "_KEYS_TO_SKIP", 72)
+    query, key, value = (jnp.repeat(array, 2, 0) for array in operands(seed, queries=72, keys=72))
+    given = {**SKIPPED[name], "mask_value": -1e30}
+    facts = facts_of(query, key, **{**NOTHING, **given})
+    assert facts.mask_value is None
+    assert facts.masking.has_band or facts.masking.has_segments
+    got = check(given, query, key, value, seed=seed)
+    if name == "causal, padding":
+        average = np.asarray(value.astype(jnp.float32).mean(1))[1, 0]
+        np.testing.assert_allclose(got["out"][1, :70], np.broadcast_to(average, (70, 2, 64)), atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"mask_value": -1e9}, {"keys": 1000}, {"bias": jnp.zeros(1024)}, {"dropout_rate": 0.1}, {"is_causal": False}],
+    ids=["scores may be lower", "few keys", "a bias of -inf", "dropout of the average", "no bounds"],
+)
+def test_where_all_tiles_are_visited(given):
+    keys = given.get("keys", 1024)
+    given = {"is_causal": True, "mask": jnp.ones(keys, bool), "mask_value": -1e30, **given}
+    given.pop("keys", None)
+    query, key = (jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16) for length in (64, keys))
+    facts = facts_of(query, key, **{**NOTHING, **given})
+    assert facts.mask_value == given["mask_value"]
+    assert not facts.masking.has_band
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from pallas_kernels.ops.attention.problem import (
     Problem,
     Segments,
     Window,
+    averaged,
     check,
     extras_of,
     facts_of,
@@ -93,7 +94,9 @@ def attention(
         mask_value: the score of hidden keys, a Python number below 0 such as -1e9. A query that sees no key then
             averages all values; hidden scores have no gradient. None: -inf, and such a query has weights of zero.
             "mosaic" takes scores to be above -1e30, and no seen one to be near a mask value below -1e5. It visits all
-            tiles, unless each query sees a key and the value is below -1e30, or out of reach of float16 or softcap.
+            tiles, unless the value is below -1e30, or out of reach of float16 or softcap, so that what is skipped has
+            no weight beside a key that is seen; and each query sees one, or XLA gives the average to those that see
+            none: with 1024 keys or more, and neither bias nor dropout.
         sinks: floating (heads,), or None. A score of each head that takes its share of the weights and has no value: a
             query that sees no key then has weights of zero, and its log-sum-exp is the sink. It has a gradient.
         deterministic: whether gradients have the same bits in every run. False: a long backward pass of "mosaic" adds
@@ -174,6 +177,7 @@ def attention(
     out, lse = _mosaic(problem, return_residuals, is_decoded, *operands)  # pyright: ignore[reportGeneralTypeIssues]
     out = unpack(out, heads)
     out = out if out.shape[3] == size else out[..., :size]
+    out, lse = averaged(problem, out, lse, value)
     if not return_residuals:
         return out
     if problem.mask_value is not None and problem.hidden == LOWEST_SCORE:

@@ -11,6 +11,7 @@ from typing import Any, NotRequired, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.export import is_symbolic_dim
 
 from pallas_kernels.ops.attention.dense import four_axes, packed_bits, padded, seen_bits, whole_rows
 from pallas_kernels.ops.attention.dropout import keep_bits
@@ -22,6 +23,9 @@ from pallas_kernels.primitives.row_tiles import TileForm
 
 _UNDERFLOW = 104
 """exp(-104) is 0 in float32."""
+_KEYS_TO_SKIP = 1024
+"""The fewest keys with which tiles are skipped and XLA averages for queries that see none, which passes over the output
+twice more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,8 @@ class Problem:
     dropout_rate: the share of weights set to zero; the others are divided by 1 - dropout_rate.
     has_bias, has_mask, has_sinks: whether the launch has these arrays (`Extras`).
     mask_value: the score that the mask gives to those that it hides; None: -inf. What hides is then all in the mask.
+    value_of_none: the score of all keys of a query that sees none, where mask_value is None: the kernels give such
+        queries zeros, and XLA then gives them the average of all values (`averaged`). None: they keep zeros.
     bounds_weights: whether to bound weights by 1. Those of keys of zeros beyond the last key may be infinite otherwise,
         and infinity times such a key is not zero.
     clips: whether heads are narrower in the arrays than tiles, which then lie in panels.
@@ -55,6 +61,7 @@ class Problem:
     has_mask: bool = False
     has_sinks: bool = False
     mask_value: float | None = None
+    value_of_none: float | None = None
     bounds_weights: bool = False
     clips: bool = False
     deterministic: bool = True
@@ -195,8 +202,13 @@ def facts_of(query: jax.Array, key: jax.Array, value: jax.Array | None = None, *
     if problem.mask_value is None:
         return problem
     has_bounds = problem.masking.has_band or problem.masking.has_segments
-    if not problem.has_mask and (not has_bounds or _hides_as_infinity(problem, segment_ids)):
+    is_far, sees_one = _is_far(problem), not problem.has_mask and _sees_one(problem, segment_ids)
+    if (not problem.has_mask and not has_bounds) or (is_far and sees_one):
         return replace(problem, mask_value=None)
+    # A bias may be -inf for all that a query sees.
+    if has_bounds and is_far and not (problem.dropout_rate or problem.has_bias) and _is_long(keys):
+        # A sink takes all the weight of a query that sees no key.
+        return replace(problem, mask_value=None, value_of_none=None if problem.has_sinks else problem.mask_value)
     # Queries that see no key average all values, so that no tile may be skipped.
     return replace(problem, has_mask=True, masking=Masking(queries=queries, keys=keys))
 
@@ -225,18 +237,40 @@ def extras_of(problem: Problem, **options: Unpack[Options]) -> Extras:
     )
 
 
-def _hides_as_infinity(problem: Problem, segment_ids: Segments) -> bool:
-    """Whether hiding by the mask's value is hiding by -inf: each query sees a key, whose score is far above the value.
+def _is_far(problem: Problem) -> bool:
+    """Whether all scores are so far above the mask's value that beside one of them hiding by it is hiding by -inf.
 
     Softcap bounds scores, and so does the range of float16. The kernels take all others to be above `LOWEST_SCORE`.
     """
-    masking = problem.masking
-    sees_one = masking.left is None or masking.queries - masking.left <= masking.keys
-    if isinstance(segment_ids, tuple) or not sees_one or problem.mask_value is None:
-        return False
+    assert problem.mask_value is not None
     largest = problem.softcap or problem.head_size * abs(problem.scale) * float(jnp.finfo(problem.dtype).max) ** 2
-    largest = math.inf if problem.has_bias else largest + _UNDERFLOW
+    largest = math.inf if problem.has_bias or problem.has_sinks else largest + _UNDERFLOW
     return problem.mask_value <= max(LOWEST_SCORE, -largest)
+
+
+def _sees_one(problem: Problem, segment_ids: Segments) -> bool:
+    """Whether each query sees a key within the band and its segment."""
+    masking = problem.masking
+    in_band = masking.left is None or masking.queries - masking.left <= masking.keys
+    return in_band and not isinstance(segment_ids, tuple)
+
+
+def _is_long(keys: Any) -> bool:
+    return not is_symbolic_dim(keys) and keys >= _KEYS_TO_SKIP
+
+
+def averaged(problem: Problem, out: jax.Array, lse: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The output and log-sum-exp, with those of queries that see no key as the program has them; see `value_of_none`.
+
+    lse: (batch, heads, queries).
+    """
+    if problem.value_of_none is None:
+        return out, lse
+    sees_none = lse == -math.inf
+    average = jnp.mean(value, axis=1, keepdims=True, dtype=jnp.float32).astype(out.dtype)
+    average = jnp.repeat(average, problem.group, axis=2)
+    out = jnp.where(sees_none.swapaxes(1, 2)[..., None], average, out)
+    return out, jnp.where(sees_none, problem.value_of_none + math.log(problem.masking.keys), lse)
 
 
 def seen_pairs(masking: Masking, segment_ids: Segments) -> jax.Array | None:
@@ -377,7 +411,8 @@ def tiles_of(size: int, value_size: int) -> tuple[int, int] | None:
     own, other = (next((whole for whole in HEAD_SIZES if whole >= columns), None) for columns in (size, value_size))
     if own is None or other is None:
         return None
-    return (own, other) if (own, other) in TWO_SIZES else (max(own, other),) * 2
+    largest = max(own, other)
+    return (own, other) if (own, other) in TWO_SIZES else (largest, largest)
 
 
 def widened(problem: Problem, *arrays: jax.Array) -> tuple[Problem, tuple[jax.Array, ...]]:

@@ -84,8 +84,8 @@ def _head_by_head(query, key, value, sinks, given) -> tuple[jax.Array, jax.Array
     )
 
     def one(operands):
-        *arrays, own = operands
-        return _attend(*arrays, {**given, **own})
+        query, key, value, sinks, own = operands
+        return _attend(query, key, value, sinks, {**given, **own})
 
     out, lse = lax.map(one, operands)
     out = jnp.moveaxis(out, 0, 2).reshape(*query.shape[:3], value.shape[3])

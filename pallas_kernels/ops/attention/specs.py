@@ -298,6 +298,7 @@ ATTENTION = OpSpec(
             *(_call(2, 640, 640, 4, 4, 192, value_size=128, is_causal=x) for x in (True, False)),
             _call(2, 133, 133, 4, 4, 192, value_size=128, is_causal=True, documents=2),
             _call(1, 1000, 1000, 4, 4, 192, value_size=128, is_causal=True, mask=(1000,), mask_value=-1e9),
+            _call(2, 1100, 1100, 4, 2, 64, is_causal=True, mask=(2, 1, 1, 1100), mask_value=-3e38),  # tiles are skipped
             _call(1, 300, 300, 4, 4, 192, value_size=128, window=(60, 20), softcap=20.0, dropout_rate=0.1),
             _call(2, 300, 300, 4, 2, 96, value_size=64, is_causal=True),
             _call(1, 300, 301, 2, 1, 64, value_size=100, bias=(2, 300, 301)),

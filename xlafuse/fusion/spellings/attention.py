@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xlafuse.fusion.binding import Binding
 from xlafuse.fusion.graph import Value, before
 from xlafuse.fusion.layouts import Ref, element, peel
 from xlafuse.fusion.spelling import Proposal, Spelling, wide
@@ -23,6 +24,7 @@ from xlafuse.fusion.spellings.attention_forms import (
     forms,
     size_of_heads,
 )
+from xlafuse.fusion.spellings.attention_masks import MASKS, bounded, joined
 from xlafuse.fusion.spellings.rows import HIDDEN, LOWEST
 from xlafuse.fusion.terms import head
 
@@ -61,7 +63,8 @@ def _attend(
         given |= {"mask": jnp.arange(keys) <= jnp.arange(queries)[:, None]} if form.is_causal else {}
         hidden = jnp.asarray(given["hidden"], dtype if form.hides == "narrow sum" else scores.dtype)
         if form.hides == "choice":
-            scores = _chosen("mask", given, scores, hidden)
+            for name in ("mask", "mask2"):
+                scores = _chosen(name, given, scores, hidden)
         else:
             scores = scores + _chosen("mask", given, jnp.zeros_like(hidden), hidden).astype(scores.dtype)
     scores = scores.astype(more) if form.scores_in == "narrow scores" else scores
@@ -94,8 +97,10 @@ def _beside_sinks(scores: jax.Array, sinks: jax.Array, form: Form, axis: int) ->
 
 
 def _chosen(name: str, given: Mapping[str, Any], kept: jax.Array, other: jax.Array) -> jax.Array:
-    """Chooses by a mask, or by its opposite."""
-    return jnp.where(given[name], kept, other) if name in given else jnp.where(given[OPPOSITES[name]], other, kept)
+    """Chooses by a mask, or by its opposite, if there is one."""
+    if name in given:
+        return jnp.where(given[name], kept, other)
+    return jnp.where(given[OPPOSITES[name]], other, kept) if OPPOSITES[name] in given else kept
 
 
 def _dropped(weights: jax.Array, form: Form, given: Mapping[str, Any]) -> jax.Array:
@@ -225,6 +230,23 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def _with_bounds(arrays: dict[str, Binding], options: dict[str, Any]) -> tuple[dict[str, Binding], dict[str, Any]]:
+    """Takes a causal mask, a window and segments out of a mask: see `bounded`."""
+    found, band, is_all = bounded(arrays)
+    if found == arrays:
+        return arrays, options
+    options = dict(options)
+    if band.right == 0:
+        options["is_causal"] = True
+    if band.left is not None or band.right:
+        options["window"] = band.left, band.right
+    queries, keys = (arrays[name].shape[1] for name in ("query", "key"))
+    sees_one = "own_segments" not in found and (band.left is None or queries - band.left <= keys)
+    if is_all and sees_one and options.get("mask_value", 0) <= LOWEST:
+        del options["mask_value"]  # as beside a causal mask
+    return found, options
+
+
 def _as_written(number: float, dtype: str) -> float:
     """Returns the shortest decimal that a dtype rounds to a number; or whose reciprocal it does, if it has that one.
 
@@ -240,15 +262,20 @@ def _as_written(number: float, dtype: str) -> float:
     return next(own, number)
 
 
+_ARGUMENTS = frozenset(("query", "key", "value", "bias", "mask", "dropout_mask", "sinks"))
+
+
 def _arguments(arrays: dict[str, Any]) -> dict[str, Any]:
     """Makes the operation's arrays: one bias, and masks that are True where something is kept."""
-    made = {name: ~arrays[opposite] for name, opposite in OPPOSITES.items() if opposite in arrays}
+    made = joined(arrays)
+    if (dropping := arrays.get(OPPOSITES["dropout_mask"])) is not None:
+        made["dropout_mask"] = ~dropping
     if "another_bias" in arrays:
         with jax.numpy_dtype_promotion("standard"):
             made["bias"] = arrays["bias"] + arrays["another_bias"]
     if "sinks" in arrays:
         made["sinks"] = jnp.broadcast_to(arrays["sinks"], (arrays["query"].shape[2],))
-    return {name: each for name, each in arrays.items() if name not in (*OPPOSITES.values(), "another_bias")} | made
+    return {name: each for name, each in arrays.items() if name in _ARGUMENTS} | made
 
 
 def _objection(numbers: Mapping[str, Any]) -> str:
@@ -268,7 +295,7 @@ def _spellings() -> Iterator[Spelling]:
         "propose": _attentions,
         "needs": frozenset(("dot_general",)),
         "unknowns": _UNKNOWNS,
-        "broadcasting": frozenset((*BIASES, "sinks", *OPPOSITES, *OPPOSITES.values())),
+        "broadcasting": frozenset((*BIASES, "sinks", *OPPOSITES, *OPPOSITES.values(), *MASKS)),
         "floating": frozenset((*BIASES, "sinks")),
         "objection": _objection,
     }
@@ -276,6 +303,7 @@ def _spellings() -> Iterator[Spelling]:
         function=_attend,
         roots=frozenset(("dot_general", "transpose", "reshape", "convert_element_type")),
         arguments=_options,
+        refine=_with_bounds,
         prepare=_arguments,
         changed=("query", "key", "value"),  # layers share a mask
         **common,

@@ -22,7 +22,7 @@ THROUGH = BY_ELEMENT | {"reduce_sum", "exp"}
 """Primitives between the products of attention."""
 REACH = 80  # random bits of dropout are between
 BIASES = ("bias", "another_bias")
-OPPOSITES = {"mask": "hiding", "dropout_mask": "dropping"}
+OPPOSITES = {"mask": "hiding", "mask2": "hiding2", "dropout_mask": "dropping"}
 """The names of masks, and of those that are True where the operation's is False."""
 _ABSORBING = -1e30
 """A number as low is the sum of itself and any score, in bfloat16, too: half its last place is larger than scores."""
@@ -138,6 +138,13 @@ def _with_masks(form: Form, scores: list[Value]) -> Iterator[Form]:
                     sums.append(("sum" if own.dtype == each.dtype else "narrow sum", choice))
     for how, choice in choices[:1] or (sums if len(sums) == 1 else []):
         masked = form.plus(*BIASES[: biases - (how != "choice")], hides=how)
+        if len(choices) == 2 and choices[0][1].hidden == choices[1][1].hidden:
+            names = (
+                (OPPOSITES[name] if each.is_opposite else name)
+                for name, (_, each) in zip(OPPOSITES, choices, strict=False)
+            )
+            yield masked.plus(*names)
+            return
         is_constant = choice.mask.equation is not None and choice.mask.equation.is_constant
         if is_constant and (how == "choice" or choice.hidden <= LOWEST):
             yield replace(masked, is_causal=True)
