@@ -144,7 +144,8 @@ def compared(name, seed, *, configure=default_backward, dtype=jnp.bfloat16, with
         problem, _ = widened(problem)
         dlse = dlse if with_dlse else None
         given = {"problem": problem, "dlse": dlse, "config": configure(problem)}
-        *got, dbias = attention_backward(*operands, out, lse, dout, extras, **given)
+        *got, of_extras = attention_backward(*operands, out, lse, dout, extras, **given)
+        dbias = of_extras.bias
         assert (dbias is None) == (arguments["bias"] is None)
         return got if dbias is None else [*got, dbias.reshape(arguments["bias"].shape)]
 

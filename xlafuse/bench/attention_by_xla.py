@@ -21,7 +21,7 @@ def backward(arguments: Arguments, dout: jax.Array) -> tuple[jax.Array, ...]:
     keep = kept(query, key, rate, arguments.get("dropout_key"), arguments.get("dropout_mask"))
 
     def gradients(query, key, value, bias, lse, dout):
-        delta = jnp.sum(query.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+        delta = jnp.sum(dout.astype(jnp.float32) ** 2, axis=-1)  # dout stands for the output
 
         def unnormalised(query, key, value, bias):
             scores = masked_scores(query, key, bias=bias, **static)
@@ -32,14 +32,14 @@ def backward(arguments: Arguments, dout: jax.Array) -> tuple[jax.Array, ...]:
 
         return jax.vjp(unnormalised, query, key, value, bias)[1]((dout, -delta.swapaxes(1, 2)))
 
-    batch, queries, heads, size = query.shape
+    batch, queries, heads, _ = query.shape
     key_heads = key.shape[2]
     is_large = 4 * batch * heads * queries * key.shape[1] > SCORES_BYTES / 8
     if not is_large or rate or bias is not None or arguments.get("mask") is not None:
         return tuple(gradient for gradient in gradients(query, key, value, bias, lse, dout) if gradient is not None)
 
     def by_head(array):
-        return jnp.moveaxis(array.reshape(batch, queries, key_heads, -1, size), 2, 0)
+        return jnp.moveaxis(array.reshape(batch, queries, key_heads, heads // key_heads, -1), 2, 0)
 
     def one(operands):
         query, key, value, lse, dout = operands

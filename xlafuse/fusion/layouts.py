@@ -229,7 +229,8 @@ def truth(ref: Ref, equation: Any) -> Ref | None:
 def _stop_gradient(ref: Ref, equation: Any) -> Ref | None:
     """Looks through `stop_gradient` of a maximum: what a softmax subtracts has no gradient anyway."""
     inner = peel(operand(ref, 0))
-    return inner if inner.value.primitive == "reduce_max" else None
+    parts = [inner] if inner.value.primitive != "max" else [peel(operand(inner, place)) for place in (0, 1)]
+    return inner if any(each.value.primitive == "reduce_max" for each in parts) else None
 
 
 RULES: dict[str, Callable[[Ref, Any], Ref | None]] = {

@@ -19,7 +19,7 @@ from xlafuse.fusion.binding import Binding, bind
 from xlafuse.fusion.graph import Graph, Value
 from xlafuse.fusion.indices import Index
 from xlafuse.fusion.layouts import Ref, element, number_of, operand, peel, peeled
-from xlafuse.fusion.terms import Head, expand, head, narrowed
+from xlafuse.fusion.terms import Head, expand, head, narrowed, reduced_parts
 from xlafuse.fusion.words import listed, noun
 
 _COMMUTATIVE = frozenset(("dot_general", "max", "min", "eq", "ne", "and", "or"))
@@ -157,6 +157,13 @@ class Matcher:
     def _heads(self, wanted: Ref, found: Ref, so_far: Match) -> Iterator[Match]:
         looks = not self._chooses_by_input(wanted)
         mine, other = head(wanted, opposites=looks), head(found, opposites=looks)
+        if (
+            mine
+            and other
+            and (mine.kind, other.kind) == ("max", "reduce_max")
+            and len(parts := reduced_parts(found)) == 2
+        ):
+            other = Head("max", other.dtype, tuple((part, 1) for part in parts))
         if mine is None or other is None or mine.kind != other.kind:
             return self._fail(found, self._no_place(wanted, found))
         if mine.kind == "dot_general" and _is_narrower(mine, other):

@@ -171,6 +171,8 @@ def _make_site(
     for name in spelling.floating & arrays.keys():
         arrays[name] = _narrowest(arrays[name])
     options = spelling.arguments({**proposal.static, **match.numbers})
+    if spelling.refine is not None:
+        arrays, options = spelling.refine(arrays, options)
     results, orders, shared = (value,), (proposal.order,), set()
     covered = equations_between(value, arrays.values())
     if spelling.changed:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from xlafuse.fusion.binding import Binding
 from xlafuse.fusion.graph import Value
 
 
@@ -37,6 +38,7 @@ class Spelling:
     allowed_by: the name in `allow=` that takes it nevertheless.
     objection: returns why the static arguments and the numbers found are refused; "" where they are not.
     arguments: makes the call's options of the static arguments and the numbers found.
+    refine: changes the arrays found, as values of the program, and the options.
     prepare: changes the arrays before the call.
     negated: whether the function computes the negative of the operation.
     pieces: returns, for the length of the last axis, the (offset, stride) of each piece that the function returns.
@@ -57,6 +59,7 @@ class Spelling:
     allowed_by: str | None = None
     objection: Callable[[Mapping[str, Any]], str] = lambda numbers: ""
     arguments: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: given
+    refine: Callable[[dict[str, Binding], dict[str, Any]], tuple[dict[str, Binding], dict[str, Any]]] | None = None
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     negated: bool = False
     pieces: Callable[[int], tuple[tuple[int, int], ...]] = lambda length: ((0, 1),)

@@ -80,6 +80,8 @@ def expand(kind: str, ref: Ref) -> tuple[list[tuple[Ref, int]], float] | None:
         case "add" | "sub" if is_sum:
             sign = 1 if ref.value.primitive == "add" else -1
             return [(operand(ref, 0), 1), (operand(ref, 1), sign)], 0.0
+        case "reduce_sum" if is_sum and (parts := reduced_parts(ref)):
+            return [(part, 1) for part in parts], 0.0
         case "neg":
             return ([(operand(ref, 0), -1)], 0.0) if is_sum else ([(operand(ref, 0), 1)], -1.0)
         case "mul" | "div" if not is_sum:
@@ -96,6 +98,47 @@ def expand(kind: str, ref: Ref) -> tuple[list[tuple[Ref, int]], float] | None:
         case "dot_general" if not is_sum and (factor := _factor(ref)) != 1.0:
             return [(Ref(_without_factor(ref.value), ref.indices), 1)], factor
     return None
+
+
+def reduced_parts(ref: Ref) -> list[Ref]:
+    """Takes a reduction along an axis where arrays are joined apart: into one for each array, or the element of one.
+
+    Empty where the operand is not made of joined arrays, element by element.
+    """
+    equation = ref.value.equation
+    if equation is None or len(equation.params["axes"]) != 1 or "range" in equation.params:
+        return []
+    if "joined" not in ref.value.derived:
+        ref.value.derived["joined"] = _joined_sizes(equation)
+    (axis,), parts, start = equation.params["axes"], [], 0
+    for size in ref.value.derived["joined"]:
+        if size == 1:
+            own = (*ref.indices[:axis], Index((), start), *ref.indices[axis:])
+            parts.append(Ref(equation.inputs[0], own))
+        else:
+            ranged = {**equation.params, "range": (start, size)}
+            name = f"{equation.primitive} of {size} from {start}"
+            parts.append(Ref(_imagined(ref.value, equation.primitive, ranged, name=name), ref.indices))
+        start += size
+    return parts
+
+
+def _joined_sizes(reduction: Equation) -> tuple[int, ...]:
+    (axis,) = reduction.params["axes"]
+    whole = element(reduction.inputs[0])
+    pending = [whole]
+    for ref in pending:
+        inner = peel(ref)
+        if inner.value.equation is None or len(pending) > _NEAREST:
+            continue
+        inputs = inner.value.equation.inputs
+        if inner.value.primitive == "concatenate":
+            dimension = inner.value.equation.params["dimension"]
+            if inner.indices[dimension] == whole.indices[axis]:
+                return tuple(each.shape[dimension] for each in inputs)
+        elif inner.value.primitive in ELEMENTWISE | {"add", "sub", "mul", "div"}:
+            pending += [operand(inner, place) for place in range(len(inputs))]
+    return ()
 
 
 def _factor(ref: Ref) -> float:
@@ -135,9 +178,14 @@ def _without_factor(value: Value) -> Value:
     return _imagined(value, "dot_general", value.equation.params)
 
 
-def _imagined(value: Value, primitive: str, params: dict[str, Any], *, swaps: bool = False, dtype: Any = None) -> Value:
-    """Returns the value of the same operands by another primitive, which no equation of the program computes."""
-    equation, name = value.equation, f"{primitive} {dtype}"
+def _imagined(
+    value: Value, primitive: str, params: dict[str, Any], *, swaps: bool = False, dtype: Any = None, name: str = ""
+) -> Value:
+    """Returns the value of the same operands by another primitive, which no equation of the program computes.
+
+    name: of what is computed, if primitive and dtype do not tell.
+    """
+    equation, name = value.equation, name or f"{primitive} {dtype}"
     assert equation is not None
     if name not in value.derived:
         inputs = equation.inputs[::-1] if swaps else equation.inputs
@@ -220,6 +268,9 @@ def head(ref: Ref, *, opposites: bool = True) -> Head | None:
     if name in _REDUCTIONS:
         axes, inner = params["axes"], equation.inputs[0]
         bound = dict(zip(sorted(axes), variables([inner.shape[axis] for axis in sorted(axes)]), strict=True))
+        if "range" in params:  # see `reduced_parts`
+            start, size = params["range"]
+            bound = {axis: Index(variables([size])[0].digits, start) for axis in axes}
         left = iter(ref.indices)
         own = tuple(bound[a] if a in bound else next(left) for a in range(len(inner.shape)))
         return Head(name, value.dtype, ((Ref(inner, own), 1),), bound=tuple(bound.values()))

@@ -21,10 +21,11 @@ from pallas_kernels.ops.attention.problem import (
     Problem,
     Segments,
     Window,
+    averaged,
     check,
     extras_of,
     facts_of,
-    size_taken,
+    tiles_of,
     widened,
 )
 from pallas_kernels.ops.attention.reference import attention_reference
@@ -53,6 +54,7 @@ def attention(
     dropout_key: jax.Array | None = None,
     dropout_mask: jax.Array | None = None,
     mask_value: float | None = None,
+    sinks: jax.Array | None = None,
     deterministic: bool = True,
     return_residuals: bool = False,
     implementation: Implementation = None,
@@ -64,7 +66,7 @@ def attention(
         score = scale * query @ key.T
         score = softcap * tanh(score / softcap) + bias      # each only if given
         score = where(seen, score, mask_value)              # mask, is_causal, window and segment_ids together
-        weight = softmax(score)                             # see mask_value for a query that sees no key
+        weight = softmax([score, sinks[head]])[:-1]         # see mask_value for a query that sees no key
         weight = where(keep, weight / (1 - dropout_rate), 0)
         out = weight.astype(dtype) @ value
 
@@ -72,7 +74,7 @@ def attention(
         query: (batch, queries, heads, head size), floating.
         key: (batch, keys, key heads, head size), of query's dtype. The number of heads is a multiple of the number of
             key heads; query head n uses key head n // (heads / key heads).
-        value: an array of key's shape and dtype.
+        value: like key, but its head size may be another, which the output has, too.
         bias: floating, broadcastable to (batch, heads, queries, keys), or None. It has a gradient.
         mask: boolean (True keeps), broadcastable to (batch, heads, queries, keys), or None.
         is_causal: query i sees only keys j <= i, also if there are more keys than queries.
@@ -92,7 +94,11 @@ def attention(
         mask_value: the score of hidden keys, a Python number below 0 such as -1e9. A query that sees no key then
             averages all values; hidden scores have no gradient. None: -inf, and such a query has weights of zero.
             "mosaic" takes scores to be above -1e30, and no seen one to be near a mask value below -1e5. It visits all
-            tiles, unless each query sees a key and the value is below -1e30, or out of reach of float16 or softcap.
+            tiles, unless the value is below -1e30, or out of reach of float16 or softcap, so that what is skipped has
+            no weight beside a key that is seen; and each query sees one, or XLA gives the average to those that see
+            none: with 1024 keys or more, and neither bias nor dropout.
+        sinks: floating (heads,), or None. A score of each head that takes its share of the weights and has no value: a
+            query that sees no key then has weights of zero, and its log-sum-exp is the sink. It has a gradient.
         deterministic: whether gradients have the same bits in every run. False: a long backward pass of "mosaic" adds
             the parts of query's gradient in any order, so that its rounding may differ between runs; the other
             gradients do not depend on that order. On an H100, under a causal mask from 8192 queries on, both passes
@@ -105,23 +111,27 @@ def attention(
             head; arrays are padded only if the head size is no multiple of 8. Without a gradient, a few queries that
             see all keys run in `decode_attention`'s kernel. With few keys, the gradients of key and value are rounded
             for each query head, as in cuDNN, before the sum over the heads of a group.
-            "cudnn": through `jax.nn.dot_product_attention`, for NVIDIA GPUs; no mask, mask_value, segments, softcap,
-            dropout or residuals. Gradients may differ between runs. At 4096 queries they took longer than those of
-            "mosaic", which needed 11 % less time with a causal mask and 3 % less without.
+            "cudnn": through `jax.nn.dot_product_attention`, for NVIDIA GPUs; no mask, mask_value, sinks, segments,
+            softcap, dropout, residuals or another head size of value. Gradients may differ between runs. At 4096
+            queries they took longer than those of "mosaic", which needed 11 % less time with a causal mask and 3 % less
+            without.
             "xla": always runs.
             None: "mosaic" if it can run, else "xla". Also "xla" for one token that sees itself, and for heads
             of fewer than 32 features. For NVIDIA's other GPUs, pass ("mosaic", "cudnn", "xla").
 
     Returns:
-        out, with query's shape and dtype. With `return_residuals`, the pair (out, lse): lse (batch, heads, queries)
-        float32, the natural logarithm, -inf for a query that sees no key; with mask_value, mask_value + log(keys).
+        out, (batch, queries, heads, value's head size), of query's dtype. With `return_residuals`, the pair (out, lse):
+        lse (batch, heads, queries) float32, the natural logarithm, -inf for a query that sees no key; with mask_value,
+        mask_value + log(keys).
 
     Raises:
         TypeError, ValueError: the arguments do not fit together, or the implementation is unknown.
         NotImplementedError: the requested implementation cannot run; the message says why.
     """
     query, key, value = as_arrays("attention", query=query, key=key, value=value)
-    bias, mask, dropout_mask = optional_arrays("attention", bias=bias, mask=mask, dropout_mask=dropout_mask)
+    bias, mask, dropout_mask, sinks = optional_arrays(
+        "attention", bias=bias, mask=mask, dropout_mask=dropout_mask, sinks=sinks
+    )
     is_causal = static_flag("attention", "is_causal", is_causal)
     deterministic = static_flag("attention", "deterministic", deterministic)
     options: Options = {
@@ -136,6 +146,7 @@ def attention(
         "dropout_key": dropout_key,
         "dropout_mask": dropout_mask,
         "mask_value": mask_value,
+        "sinks": sinks,
         "deterministic": deterministic,
     }
     check(query, key, value, **options)
@@ -145,27 +156,28 @@ def attention(
     )
     options["dropout_rate"] = float(dropout_rate)
     support = {
-        "mosaic": partial(mosaic_unsupported, query),
+        "mosaic": partial(mosaic_unsupported, query, value),
         "cudnn": partial(cudnn_unsupported, query, key, value, **options, return_residuals=return_residuals),
         "xla": lambda: None,
     }
     if query.size == 0 or key.size == 0:
         choose("attention", implementation, support)
         return attention_reference(query, key, value, **options, return_residuals=return_residuals)
-    problem = facts_of(query, key, **options)
+    problem = facts_of(query, key, value, **options)
     chosen = choose("attention", implementation, support, preferred=lambda: preferred(packed(problem)))
     if chosen == "xla":
         return attention_reference(query, key, value, **options, return_residuals=return_residuals)
     if chosen == "cudnn":
         scale = options["scale"]
         return cudnn_attention(query, key, value, bias=bias, is_causal=is_causal, scale=scale, window=window)
-    batch, queries, heads, size = query.shape
+    (batch, queries, heads, _), size = query.shape, value.shape[3]
     is_decoded = decodes(problem) and not return_residuals
     extras = extras_of(problem, **options)
     problem, operands = _launched(packed(problem), query, key, value, extras)
     out, lse = _mosaic(problem, return_residuals, is_decoded, *operands)  # pyright: ignore[reportGeneralTypeIssues]
     out = unpack(out, heads)
     out = out if out.shape[3] == size else out[..., :size]
+    out, lse = averaged(problem, out, lse, value)
     if not return_residuals:
         return out
     if problem.mask_value is not None and problem.hidden == LOWEST_SCORE:
@@ -181,17 +193,19 @@ def _launched(
     operands = jax.tree.leaves((arrays, extras))
     # Each varies over the mesh axes of all, so that shard_map sums its gradient over them.
     query, key, value = (varying_like(array, *operands) for array in arrays)
-    if extras.bias is not None:
-        extras = replace(extras, bias=varying_like(extras.bias, *operands))
+    for name in ("bias", "sinks"):
+        if (array := getattr(extras, name)) is not None:
+            extras = replace(extras, **{name: varying_like(array, *operands)})
     return problem, (query, key, value, extras)
 
 
-def mosaic_unsupported(query: jax.Array) -> str | None:
-    """Why the Mosaic GPU kernels cannot take this query here, or None where they can."""
+def mosaic_unsupported(query: jax.Array, value: jax.Array) -> str | None:
+    """Why the Mosaic GPU kernels cannot take this query and value here, or None where they can."""
     if query.dtype.name not in MOSAIC_DTYPES:
         return f"query is {query.dtype.name}, the kernels take {' and '.join(MOSAIC_DTYPES)}"
-    if size_taken(query.shape[3]) is None:
-        return f"the head size is {query.shape[3]}, the kernels take {max(HEAD_SIZES)} at most"
+    if tiles_of(query.shape[3], value.shape[3]) is None:
+        largest = max(query.shape[3], value.shape[3])
+        return f"the head size is {largest}, the kernels take {max(HEAD_SIZES)} at most"
     return mosaic_gpu_unsupported()
 
 
@@ -224,10 +238,8 @@ def _mosaic_bwd(problem, returns_lse, is_decoded, saved, cotangents):
     del is_decoded
     query, key, value, out, lse, extras = saved
     dout, dlse = cotangents
-    dquery, dkey, dvalue, dbias = attention_backward(
-        query, key, value, out, lse, dout, extras, problem=problem, dlse=dlse if returns_lse else None
-    )
-    return dquery, dkey, dvalue, Extras(bias=dbias)
+    dlse = dlse if returns_lse else None
+    return attention_backward(query, key, value, out, lse, dout, extras, problem=problem, dlse=dlse)
 
 
 _mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

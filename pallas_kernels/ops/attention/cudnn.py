@@ -47,7 +47,8 @@ def cudnn_unsupported(
     if options["mask"] is not None or options["segment_ids"] is not None:
         return "it gives a query that sees no key an average of all values; pass a bias to have that"
     absent = {"softcap": options["softcap"], "dropout with this mask": options["dropout_rate"]}
-    absent |= {"mask_value": options.get("mask_value") is not None, "float32 residuals": return_residuals}
+    absent |= {name: options.get(name) is not None for name in ("mask_value", "sinks")}
+    absent |= {"float32 residuals": return_residuals}
     for name, wanted in absent.items():
         if wanted:
             return f"it has no {name}"

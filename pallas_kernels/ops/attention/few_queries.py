@@ -30,7 +30,12 @@ _DECODED_SIZES = (64, 96, 128, 192, 256)
 def decodes(problem: Problem) -> bool:
     """Whether the decoding kernel computes this forward pass. Its TMA loads groups of eight keys."""
     masking = problem.masking
-    if not _all_is_seen(problem) or masking.keys % 8 or masking.queries * problem.group > _DECODED_ROWS:
+    if (
+        not _all_is_seen(problem)
+        or problem.value_size != problem.head_size
+        or masking.keys % 8
+        or masking.queries * problem.group > _DECODED_ROWS
+    ):
         return False
     return masking.queries == 1 or problem.batch * masking.keys >= _DECODED_KEYS
 
@@ -80,5 +85,5 @@ def decoded(query: jax.Array, key: jax.Array, value: jax.Array, *, problem: Prob
 
 def _all_is_seen(problem: Problem) -> bool:
     """Whether nothing is hidden, added or dropped."""
-    masking, arrays = problem.masking, problem.has_bias or problem.has_mask
+    masking, arrays = problem.masking, problem.has_bias or problem.has_mask or problem.has_sinks
     return not (masking.has_band or masking.has_segments or arrays or problem.dropout_rate)

@@ -11,6 +11,7 @@ from typing import Any, NotRequired, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.export import is_symbolic_dim
 
 from pallas_kernels.ops.attention.dense import four_axes, packed_bits, padded, seen_bits, whole_rows
 from pallas_kernels.ops.attention.dropout import keep_bits
@@ -18,9 +19,13 @@ from pallas_kernels.ops.attention.masking import Masking
 from pallas_kernels.primitives.checks import as_arrays, dropout_words, positive_number, static_number
 from pallas_kernels.primitives.exponents import LOG2_E, LOWEST_SCORE
 from pallas_kernels.primitives.flop_metadata import Products, product
+from pallas_kernels.primitives.row_tiles import TileForm
 
 _UNDERFLOW = 104
 """exp(-104) is 0 in float32."""
+_KEYS_TO_SKIP = 1024
+"""The fewest keys with which tiles are skipped and XLA averages for queries that see none, which passes over the output
+twice more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +33,17 @@ class Problem:
     """Static facts of a launch.
 
     heads: of queries; a multiple of key_heads, those of keys and values.
+    head_size, value_size: columns of a head of queries and keys, and of values and the output.
     scale: of the scores.
     softcap: scores become softcap * tanh(score / softcap), after the scale and before bias and mask.
     dropout_rate: the share of weights set to zero; the others are divided by 1 - dropout_rate.
-    has_bias, has_mask: whether the launch has these arrays (`Extras`).
+    has_bias, has_mask, has_sinks: whether the launch has these arrays (`Extras`).
     mask_value: the score that the mask gives to those that it hides; None: -inf. What hides is then all in the mask.
+    value_of_none: the score of all keys of a query that sees none, where mask_value is None: the kernels give such
+        queries zeros, and XLA then gives them the average of all values (`averaged`). None: they keep zeros.
     bounds_weights: whether to bound weights by 1. Those of keys of zeros beyond the last key may be infinite otherwise,
         and infinity times such a key is not zero.
-    clips: whether heads are narrower in the arrays than `head_size`, that of tiles, which then lie in panels.
+    clips: whether heads are narrower in the arrays than tiles, which then lie in panels.
     deterministic: whether gradients have the same bits in every run; only one kernel by keys asks.
     """
 
@@ -43,6 +51,7 @@ class Problem:
     heads: int
     key_heads: int
     head_size: int
+    value_size: int
     dtype: jnp.dtype
     masking: Masking
     scale: float
@@ -50,7 +59,9 @@ class Problem:
     dropout_rate: float = 0.0
     has_bias: bool = False
     has_mask: bool = False
+    has_sinks: bool = False
     mask_value: float | None = None
+    value_of_none: float | None = None
     bounds_weights: bool = False
     clips: bool = False
     deterministic: bool = True
@@ -60,11 +71,19 @@ class Problem:
         """The score that the mask gives, in base 2."""
         return -math.inf if self.mask_value is None else max(self.mask_value * LOG2_E, LOWEST_SCORE)
 
+    def products(self, of_keys: int, of_values: int) -> Products | None:
+        """So many products with keys' or queries' columns and with values', for visible pairs of query and key.
+
+        None where the number of pairs is not static.
+        """
+        pairs, columns = self.masking.pairs, of_keys * self.head_size + of_values * self.value_size
+        return None if pairs is None else product(self.batch * self.heads * pairs, 1, columns, self.dtype)
+
     @property
-    def product(self) -> Products | None:
-        """One product of head size by visible pairs of query and key; None where their number is not static."""
-        pairs = self.masking.pairs
-        return None if pairs is None else product(self.batch * self.heads * pairs, 1, self.head_size, self.dtype)
+    def forms(self) -> tuple[TileForm, TileForm]:
+        """The layouts of tiles of queries and keys, and of values and the output."""
+        form = TileForm(size=self.head_size, dtype=self.dtype, in_panels=self.in_panels)
+        return form, replace(form, size=self.value_size)
 
     @property
     def in_panels(self) -> bool:
@@ -85,6 +104,7 @@ class Extras:
     query_segments, key_segments: (batch, queries), (batch, keys), integers.
     bias: (1 or batch, 1 or heads, 1 or queries, keys), floating.
     mask, kept: `packed_bits` of such arrays: what is not hidden, and what dropout keeps.
+    sinks: (heads,), float32.
     """
 
     query_segments: jax.Array | None = None
@@ -92,6 +112,7 @@ class Extras:
     bias: jax.Array | None = None
     mask: jax.Array | None = None
     kept: jax.Array | None = None
+    sinks: jax.Array | None = None
 
     def dense(self, rows: int, columns: int) -> dict[str, jax.Array]:
         """Bias, mask and kept, by name, padded to whole tiles."""
@@ -144,17 +165,20 @@ class Options(TypedDict):
     dropout_key: jax.Array | None
     dropout_mask: NotRequired[jax.Array | None]
     mask_value: NotRequired[float | None]
+    sinks: NotRequired[jax.Array | None]
     deterministic: NotRequired[bool]
 
 
-def problem_of(query: jax.Array, key: jax.Array, **options: Unpack[Options]) -> tuple[Problem, Extras]:
-    """The static facts and the further arrays of a launch, from arguments of `attention`."""
-    problem = facts_of(query, key, **options)
+def problem_of(
+    query: jax.Array, key: jax.Array, value: jax.Array | None = None, **options: Unpack[Options]
+) -> tuple[Problem, Extras]:
+    """The static facts and the further arrays of a launch, from arguments of `attention`; value: None if like key."""
+    problem = facts_of(query, key, value, **options)
     return problem, extras_of(problem, **options)
 
 
-def facts_of(query: jax.Array, key: jax.Array, **options: Unpack[Options]) -> Problem:
-    """The static facts of a launch, from arguments of `attention`, of which arrays may be shapes alone."""
+def facts_of(query: jax.Array, key: jax.Array, value: jax.Array | None = None, **options: Unpack[Options]) -> Problem:
+    """The static facts of a launch; see `problem_of`. Arrays may be shapes alone."""
     batch, queries, heads, size = query.shape
     keys, key_heads = key.shape[1:3]
     segment_ids = options["segment_ids"]
@@ -163,6 +187,7 @@ def facts_of(query: jax.Array, key: jax.Array, **options: Unpack[Options]) -> Pr
         heads=heads,
         key_heads=key_heads,
         head_size=size,
+        value_size=size if value is None else value.shape[3],
         dtype=query.dtype,
         masking=masking_of(queries, keys, options["is_causal"], options["window"], segment_ids is not None),
         scale=1 / math.sqrt(size) if options["scale"] is None else options["scale"],
@@ -170,14 +195,20 @@ def facts_of(query: jax.Array, key: jax.Array, **options: Unpack[Options]) -> Pr
         dropout_rate=options["dropout_rate"],
         has_bias=options["bias"] is not None,
         has_mask=options["mask"] is not None,
+        has_sinks=options.get("sinks") is not None,
         mask_value=options.get("mask_value"),
         deterministic=options.get("deterministic", True),
     )
     if problem.mask_value is None:
         return problem
     has_bounds = problem.masking.has_band or problem.masking.has_segments
-    if not problem.has_mask and (not has_bounds or _hides_as_infinity(problem, segment_ids)):
+    is_far, sees_one = _is_far(problem), not problem.has_mask and _sees_one(problem, segment_ids)
+    if (not problem.has_mask and not has_bounds) or (is_far and sees_one):
         return replace(problem, mask_value=None)
+    # A bias may be -inf for all that a query sees.
+    if has_bounds and is_far and not (problem.dropout_rate or problem.has_bias) and _is_long(keys):
+        # A sink takes all the weight of a query that sees no key.
+        return replace(problem, mask_value=None, value_of_none=None if problem.has_sinks else problem.mask_value)
     # Queries that see no key average all values, so that no tile may be skipped.
     return replace(problem, has_mask=True, masking=Masking(queries=queries, keys=keys))
 
@@ -192,7 +223,7 @@ def extras_of(problem: Problem, **options: Unpack[Options]) -> Extras:
         mask = seen if mask is None else mask if seen is None else four_axes(mask) & seen
         segment_ids = None
     own, other = (None, None) if segment_ids is None else segments_of(segment_ids)
-    kept, key = options.get("dropout_mask"), options["dropout_key"]
+    kept, key, sinks = options.get("dropout_mask"), options["dropout_key"], options.get("sinks")
     kept = None if kept is None else whole_rows(kept, keys)
     if problem.dropout_rate and key is not None:
         kept = keep_bits(key, problem.batch, problem.heads, queries, keys, rate=problem.dropout_rate)
@@ -202,21 +233,44 @@ def extras_of(problem: Problem, **options: Unpack[Options]) -> Extras:
         bias=None if bias is None else whole_rows(bias, keys),
         mask=None if mask is None else packed_bits(whole_rows(mask, keys)),
         kept=None if kept is None else seen_bits(kept, problem.masking),
+        sinks=None if sinks is None else sinks.astype(jnp.float32),
     )
 
 
-def _hides_as_infinity(problem: Problem, segment_ids: Segments) -> bool:
-    """Whether hiding by the mask's value is hiding by -inf: each query sees a key, whose score is far above the value.
+def _is_far(problem: Problem) -> bool:
+    """Whether all scores are so far above the mask's value that beside one of them hiding by it is hiding by -inf.
 
     Softcap bounds scores, and so does the range of float16. The kernels take all others to be above `LOWEST_SCORE`.
     """
-    masking = problem.masking
-    sees_one = masking.left is None or masking.queries - masking.left <= masking.keys
-    if isinstance(segment_ids, tuple) or not sees_one or problem.mask_value is None:
-        return False
+    assert problem.mask_value is not None
     largest = problem.softcap or problem.head_size * abs(problem.scale) * float(jnp.finfo(problem.dtype).max) ** 2
-    largest = math.inf if problem.has_bias else largest + _UNDERFLOW
+    largest = math.inf if problem.has_bias or problem.has_sinks else largest + _UNDERFLOW
     return problem.mask_value <= max(LOWEST_SCORE, -largest)
+
+
+def _sees_one(problem: Problem, segment_ids: Segments) -> bool:
+    """Whether each query sees a key within the band and its segment."""
+    masking = problem.masking
+    in_band = masking.left is None or masking.queries - masking.left <= masking.keys
+    return in_band and not isinstance(segment_ids, tuple)
+
+
+def _is_long(keys: Any) -> bool:
+    return not is_symbolic_dim(keys) and keys >= _KEYS_TO_SKIP
+
+
+def averaged(problem: Problem, out: jax.Array, lse: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The output and log-sum-exp, with those of queries that see no key as the program has them; see `value_of_none`.
+
+    lse: (batch, heads, queries).
+    """
+    if problem.value_of_none is None:
+        return out, lse
+    sees_none = lse == -math.inf
+    average = jnp.mean(value, axis=1, keepdims=True, dtype=jnp.float32).astype(out.dtype)
+    average = jnp.repeat(average, problem.group, axis=2)
+    out = jnp.where(sees_none.swapaxes(1, 2)[..., None], average, out)
+    return out, jnp.where(sees_none, problem.value_of_none + math.log(problem.masking.keys), lse)
 
 
 def seen_pairs(masking: Masking, segment_ids: Segments) -> jax.Array | None:
@@ -242,10 +296,10 @@ def check(query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[
             raise ValueError(f"attention: {name} must be (batch, length, heads, head size), got shape {array.shape}.")
     batch, queries, heads, size = query.shape
     keys, key_heads = key.shape[1:3]
-    if key.shape != value.shape or (key.shape[0], key.shape[3]) != (batch, size):
+    if (key.shape[0], key.shape[3]) != (batch, size) or value.shape[:3] != key.shape[:3]:
         raise ValueError(
-            f"attention: key and value must be (batch, keys, key heads, head size) with the batch and head size of "
-            f"query {query.shape}, got {key.shape} and {value.shape}."
+            f"attention: key must be (batch, keys, key heads, head size) with the batch and head size of query "
+            f"{query.shape}, and value like it up to its own head size; got {key.shape} and {value.shape}."
         )
     if not key_heads or heads % key_heads:
         raise ValueError(f"attention: query's {heads} heads must be a multiple of key's {key_heads}.")
@@ -260,6 +314,7 @@ def check(query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[
     dropout_key, dropout_mask = options["dropout_key"], options.get("dropout_mask")
     dense = {"bias": options["bias"], "mask": options["mask"], "dropout_mask": dropout_mask}
     _check_dense(dense, (batch, heads, queries, keys))
+    _check_sinks(options.get("sinks"), heads)
     _check_segments(options["segment_ids"], batch, queries, keys)
     _check_dropout(options["dropout_rate"], dropout_key, dropout_mask)
     if options.get("mask_value") is not None:
@@ -317,6 +372,13 @@ def _check_mask_value(value: Any) -> None:
         )
 
 
+def _check_sinks(sinks: jax.Array | None, heads: int) -> None:
+    if sinks is not None and not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise TypeError(f"attention: sinks must be floating, got {sinks.dtype.name}.")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"attention: sinks must be one number a query head, shape {(heads,)}; got {sinks.shape}.")
+
+
 def _check_segments(segment_ids: Any, batch: int, queries: int, keys: int) -> None:
     if segment_ids is None:
         return
@@ -340,23 +402,35 @@ Heads of 40 in tiles of 64, 8x32x12x40 bf16: 2.6 µs forward (H200); XLA 13.0 (H
 """
 
 
-def size_taken(size: int) -> int | None:
-    """The least size of the kernels' tiles that is not below `size`; None if there is none."""
-    return next((whole for whole in HEAD_SIZES if whole >= size), None)
+TWO_SIZES = frozenset({(192, 128)})
+"""Sizes of tiles of keys and of values that differ; other heads take the larger tiles for both."""
+
+
+def tiles_of(size: int, value_size: int) -> tuple[int, int] | None:
+    """The columns of the kernels' tiles for keys and for values; None if a head is too large."""
+    own, other = (next((whole for whole in HEAD_SIZES if whole >= columns), None) for columns in (size, value_size))
+    if own is None or other is None:
+        return None
+    largest = max(own, other)
+    return (own, other) if (own, other) in TWO_SIZES else (largest, largest)
 
 
 def widened(problem: Problem, *arrays: jax.Array) -> tuple[Problem, tuple[jax.Array, ...]]:
-    """Widens heads to a size that the kernels take; keeps the scale.
+    """Widens heads to sizes that the kernels take; keeps the scale.
 
     TMA fills the further columns with zeros, and does not store them, if rows of arrays (batch, length, heads, head
     size) have a multiple of 16 bytes. Else the arrays are padded.
+
+    Args:
+        arrays: query, key, value, and further ones like value.
     """
-    size = problem.head_size
-    taken, clips = size_taken(size), size % 8 == 0
+    sizes = problem.head_size, problem.value_size
+    taken, clips = tiles_of(*sizes), not any(size % 8 for size in sizes)
     assert taken is not None
-    if taken == size:
+    if taken == sizes:
         return problem, arrays
-    return replace(problem, head_size=taken, clips=clips), arrays if clips else wider(taken, *arrays)
+    problem = replace(problem, head_size=taken[0], value_size=taken[1], clips=clips)
+    return problem, arrays if clips else (*wider(taken[0], *arrays[:2]), *wider(taken[1], *arrays[2:]))
 
 
 def wider(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:

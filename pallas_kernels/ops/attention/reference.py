@@ -33,6 +33,7 @@ def attention_reference(
     dropout_key: jax.Array | None = None,
     dropout_mask: jax.Array | None = None,
     mask_value: float | None = None,
+    sinks: jax.Array | None = None,
     deterministic: bool = True,
     return_residuals: bool = False,
 ):
@@ -47,19 +48,22 @@ def attention_reference(
     size = 4 * batch * heads * queries * key.shape[1]
     is_too_much = not is_symbolic_dim(size) and size > SCORES_BYTES
     if is_too_much and not dropout_rate and key.shape[2] > 1:
-        out, lse = _head_by_head(query, key, value, given)
+        out, lse = _head_by_head(query, key, value, sinks, given)
     else:
         keep = kept(query, key, dropout_rate, dropout_key, dropout_mask)
-        out, lse = _attend(query, key, value, given, dropout_rate, keep)
+        out, lse = _attend(query, key, value, sinks, given, dropout_rate, keep)
     return (out, lse) if return_residuals else out
 
 
-def _attend(query, key, value, given, dropout_rate: float = 0.0, keep=None) -> tuple[jax.Array, jax.Array]:
+def _attend(query, key, value, sinks, given, dropout_rate: float = 0.0, keep=None) -> tuple[jax.Array, jax.Array]:
     scores = masked_scores(query, key, **given)
-    maximum = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf))
+    maximum = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+    sinks = None if sinks is None else sinks.astype(scores.dtype).reshape(key.shape[2], -1, 1, 1)
+    maximum = lax.stop_gradient(maximum if sinks is None else jnp.maximum(maximum, sinks))
     maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
     weights = jnp.exp(scores - maximum)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = total if sinks is None else total + jnp.exp(sinks - maximum)
     is_empty = total == 0
     weights = weights / jnp.where(is_empty, 1, total)
     out = weighted_values(weights, value, query, dropout_rate, keep)
@@ -67,7 +71,7 @@ def _attend(query, key, value, given, dropout_rate: float = 0.0, keep=None) -> t
     return out, lse.reshape(query.shape[0], query.shape[2], query.shape[1])
 
 
-def _head_by_head(query, key, value, given) -> tuple[jax.Array, jax.Array]:
+def _head_by_head(query, key, value, sinks, given) -> tuple[jax.Array, jax.Array]:
     batch, queries, heads, size = query.shape
     key_heads = key.shape[2]
     own = {name: _by_head(given[name], key_heads) for name in ("bias", "mask") if _has_heads(given[name])}
@@ -75,15 +79,17 @@ def _head_by_head(query, key, value, given) -> tuple[jax.Array, jax.Array]:
         jnp.moveaxis(query.reshape(batch, queries, key_heads, heads // key_heads, size), 2, 0),
         jnp.moveaxis(key[:, :, :, None], 2, 0),
         jnp.moveaxis(value[:, :, :, None], 2, 0),
+        None if sinks is None else sinks.reshape(key_heads, -1),
         own,
     )
 
     def one(operands):
-        query, key, value, own = operands
-        return _attend(query, key, value, {**given, **own})
+        query, key, value, sinks, own = operands
+        return _attend(query, key, value, sinks, {**given, **own})
 
     out, lse = lax.map(one, operands)
-    return jnp.moveaxis(out, 0, 2).reshape(query.shape), jnp.moveaxis(lse, 0, 1).reshape(batch, heads, queries)
+    out = jnp.moveaxis(out, 0, 2).reshape(*query.shape[:3], value.shape[3])
+    return out, jnp.moveaxis(lse, 0, 1).reshape(batch, heads, queries)
 
 
 def _has_heads(dense: jax.Array | None) -> bool:
@@ -130,11 +136,14 @@ def masked_scores(
 def weighted_values(
     weights: jax.Array, value: jax.Array, query: jax.Array, dropout_rate: float, keep: jax.Array | None
 ) -> jax.Array:
-    """dropout(weights) @ value, like query; weights: (batch, key heads, group, queries, keys), keep: see `kept`."""
+    """dropout(weights) @ value, (batch, queries, heads, value's head size).
+
+    weights: (batch, key heads, group, queries, keys). keep: see `kept`.
+    """
     if keep is not None:
         weights = jnp.where(_grouped(keep, value.shape[2], query.shape[2]), weights / (1 - dropout_rate), 0)
     out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value, preferred_element_type=weights.dtype)
-    return out.reshape(query.shape).astype(query.dtype)
+    return out.reshape(*query.shape[:3], value.shape[3]).astype(query.dtype)
 
 
 def kept(

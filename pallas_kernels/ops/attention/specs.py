@@ -27,6 +27,7 @@ _WORDS = {"is_causal": "causal", "dropout_rate": "dropout"}
 
 def _call(
     *sizes: int,
+    value_size: int | None = None,
     dtype: str = "bfloat16",
     fill: Fill = "normal",
     deviation: float = 1.0,
@@ -34,21 +35,23 @@ def _call(
     mask: tuple[int, ...] | None = None,
     bias: tuple[int, ...] | None = None,
     dropout_mask: tuple[int, ...] | None = None,
+    sinks: bool = False,
     is_atomic: bool = False,
     tags: str = "test",
     **static: Any,
 ) -> ArgSpec:
     """sizes: batch, queries, keys, query heads, key heads and columns of a head.
 
-    documents: the number of segments, packed in order, of about the same length. is_atomic: not `deterministic`.
+    value_size: columns of a value's head; None: as many. documents: the number of segments, packed in order, of about
+    the same length. is_atomic: not `deterministic`.
     """
     batch, queries, keys, heads, key_heads, size = sizes
-    static = {name: value for name, value in static.items() if value is not False}
+    static = {name: value for name, value in static.items() if value is not False and value is not None}
     key = ArraySpec(shape=(batch, keys, key_heads, size), dtype=dtype, fill=fill, deviation=deviation)
     arguments = {
         "query": replace(key, shape=(batch, queries, heads, size)),
         "key": key,
-        "value": ArraySpec(shape=key.shape, dtype=dtype),
+        "value": ArraySpec(shape=(*key.shape[:3], value_size or size), dtype=dtype),
         **static,
         "segment_ids": documents > 0
         and ArraySpec(shape=(batch, queries), dtype="int32", fill="sorted", maximum=documents),
@@ -58,14 +61,17 @@ def _call(
         and dropout_mask is None
         and ArraySpec(shape=(2,), dtype="uint32", fill="bits"),
         "dropout_mask": dropout_mask is not None and ArraySpec(shape=dropout_mask, dtype="bool", fill="integers"),
+        "sinks": sinks and ArraySpec(shape=(heads,), dtype="float32"),
     }
     details = (
+        value_size is not None and f"values_{value_size}",
         fill != "normal" and fill,
         deviation != 1 and f"deviation_{deviation:g}",
         documents > 0 and f"{documents}_documents",
         mask and f"mask_{_text(mask, 'x')}",
         bias and f"bias_{_text(bias, 'x')}",
         dropout_mask and f"dropout_mask_{_text(dropout_mask, 'x')}",
+        sinks and "sinks",
         *(_WORDS.get(k, k) + ("" if v is True else f"_{_text(v)}") for k, v in static.items()),
         is_atomic and "atomic",
     )
@@ -86,8 +92,8 @@ def _flops(arguments: Arguments, phase: str) -> int:
 
     Segments that are described by their shape alone count as the benchmark packs them: `DOCUMENTS` of one length.
     """
-    query, keys = arguments["query"], arguments["key"].shape[1]
-    batch, queries, heads, size = query.shape
+    keys, value_size = arguments["value"].shape[1::2]
+    batch, queries, heads, size = arguments["query"].shape
     segments = arguments.get("segment_ids")
     is_shape = segments is not None and not isinstance(segments, jax.Array | np.ndarray | tuple)
     documents = DOCUMENTS if is_shape else 1
@@ -98,7 +104,13 @@ def _flops(arguments: Arguments, phase: str) -> int:
     else:
         assert masking.pairs is not None  # it has no segments
         pairs = batch * documents * masking.pairs
-    return (4 if phase == "forward" else 10) * heads * size * pairs
+    columns = size + value_size if phase == "forward" else 3 * size + 2 * value_size
+    return 2 * heads * columns * pairs
+
+
+def _out_bytes(arguments: Arguments) -> int:
+    query, value = arguments["query"], arguments["value"]
+    return query.dtype.itemsize * math.prod(query.shape[:3]) * value.shape[3]
 
 
 def _segment_pairs(segments: Any, masking: Any) -> int:
@@ -112,7 +124,7 @@ def _segment_pairs(segments: Any, masking: Any) -> int:
 
 
 _NAMES = ("bias", "mask", "is_causal", "scale", "window", "segment_ids", "softcap", "dropout_rate", "dropout_key")
-_NAMES += ("dropout_mask", "mask_value")
+_NAMES += ("dropout_mask", "mask_value", "sinks")
 
 
 def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,34 +134,36 @@ def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _problem(arguments: Mapping[str, Any]) -> tuple[Problem, Extras]:
-    return problem_of(arguments["query"], arguments["key"], **_options(arguments))
+    return problem_of(arguments["query"], arguments["key"], arguments["value"], **_options(arguments))
 
 
 def _described(arguments: Mapping[str, Any]) -> Problem:
     """The launch of arguments that may be shapes alone."""
-    return packed(facts_of(arguments["query"], arguments["key"], **_options(arguments)))
+    return packed(facts_of(arguments["query"], arguments["key"], arguments["value"], **_options(arguments)))
 
 
 def _forward(*, query, key, value, config=None, **others):
-    problem, extras = _problem({"query": query, "key": key, **others})
+    problem, extras = _problem({"query": query, "key": key, "value": value, **others})
     wide = packed(problem)
     wide, (query, key, value) = widened(wide, pack(query, wide.heads), key, value)
     out, _ = attention_forward(query, key, value, extras, problem=wide, config=config)
-    return (unpack(out[..., : problem.head_size], problem.heads),)
+    return (unpack(out[..., : problem.value_size], problem.heads),)
 
 
 def _backward(*, cotangents, config=None, **arguments):
-    """query stands for the output. The work is the same."""
-    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    """dout stands for the output. The work is the same."""
+    query, key, value = (arguments[name] for name in _OPERANDS)
     problem, extras = _problem(arguments)
     wide = packed(problem)
     query, dout = (pack(array, wide.heads) for array in (query, *cotangents))
     lse = stand_in_lse(query, key)
     wide, (query, key, value, dout) = widened(wide, query, key, value, dout)
-    *gradients, dbias = attention_backward(query, key, value, query, lse, dout, extras, problem=wide, config=config)
-    dquery, dkey, dvalue = (gradient[..., : problem.head_size] for gradient in gradients)
+    *gradients, of_extras = attention_backward(query, key, value, dout, lse, dout, extras, problem=wide, config=config)
+    dquery, dkey, dvalue = (
+        gradient[..., : arguments[name].shape[3]] for name, gradient in zip(_OPERANDS, gradients, strict=True)
+    )
     gradients = (unpack(dquery, problem.heads), dkey, dvalue)
-    return gradients if dbias is None else (*gradients, dbias)
+    return (*gradients, *(each for each in (of_extras.bias, of_extras.sinks) if each is not None))
 
 
 def stand_in_lse(query: jax.Array, key: jax.Array) -> jax.Array:
@@ -164,16 +178,17 @@ def _gpu(*specs: ArgSpec) -> tuple[ArgSpec, ...]:
 
 _LLAMA_8B, _LLAMA_1B = (32, 8, 128), (32, 8, 64)
 _VIT_B, _VIT_H, _SIGLIP = (12, 12, 64), (16, 16, 80), (16, 16, 72)
-_GPT_2, _BERT_LARGE = (12, 12, 64), (16, 16, 64)
+_GPT_2, _BERT_LARGE, _GPT_OSS = (12, 12, 64), (16, 16, 64), (64, 8, 64)
 """Query heads, key heads, and columns of a head."""
 
-_READ = ("query", "key", "value", "mask", "bias", "dropout_mask")
+_OPERANDS = ("query", "key", "value")
+_READ = (*_OPERANDS, "mask", "bias", "dropout_mask")
 
 ATTENTION = OpSpec(
     name="attention",
     function=attention,
     reference=attention_reference,
-    differentiable=("query", "key", "value", "bias"),
+    differentiable=("query", "key", "value", "bias", "sinks"),
     batched=("query", "key", "value"),
     # A query that sees one key has no gradient: two float32 sums of as many products as a head has values cancel.
     error_bound=ErrorBound(least_error=2.0**-18),
@@ -195,6 +210,7 @@ ATTENTION = OpSpec(
             mask_value=-1e9,
         ),
         _call(1, 24, 24, 2, 2, 80, is_causal=True, tags="test ragged"),  # in tiles of 96
+        _call(1, 24, 72, 2, 1, 192, value_size=128, sinks=True, is_causal=True),
         _call(1, 16, 16, 1, 1, 288, tags="test ragged"),
         *calls(_call, (0, 16, 16, 2, 1, 64), (2, 0, 16, 2, 1, 64), tags="test empty"),
         *_gpu(
@@ -278,6 +294,18 @@ ATTENTION = OpSpec(
             _call(8, 512, 512, *_SIGLIP),
             _call(2, 1024, 1024, 4, 4, 112, is_causal=True),
             _call(2, 512, 512, 4, 2, 160, is_causal=True),
+            # Values of another size than queries and keys: as in DeepSeek, and in one size of tiles.
+            *(_call(2, 640, 640, 4, 4, 192, value_size=128, is_causal=x) for x in (True, False)),
+            _call(2, 133, 133, 4, 4, 192, value_size=128, is_causal=True, documents=2),
+            _call(1, 1000, 1000, 4, 4, 192, value_size=128, is_causal=True, mask=(1000,), mask_value=-1e9),
+            _call(2, 1100, 1100, 4, 2, 64, is_causal=True, mask=(2, 1, 1, 1100), mask_value=-3e38),  # tiles are skipped
+            _call(1, 300, 300, 4, 4, 192, value_size=128, window=(60, 20), softcap=20.0, dropout_rate=0.1),
+            _call(2, 300, 300, 4, 2, 96, value_size=64, is_causal=True),
+            _call(1, 300, 301, 2, 1, 64, value_size=100, bias=(2, 300, 301)),
+            # Sinks: as in gpt-oss, with and without a window; and of queries that see no key.
+            *(_call(1, 1024, 1024, *_GPT_OSS, sinks=True, is_causal=True, window=w) for w in (None, (127, 0))),
+            _call(2, 300, 200, 4, 2, 128, sinks=True, window=(20, 0)),
+            _call(2, 300, 300, 4, 2, 96, sinks=True, bias=(4, 300, 300), mask=(300, 300)),
             # One round or a little more: how many queries and keys a block has.
             _call(1, 512, 512, 16, 16, 128),  # one warpgroup computes, on 128 multiprocessors
             _call(1, 300, 300, *_LLAMA_1B, is_causal=True),
@@ -306,9 +334,9 @@ ATTENTION = OpSpec(
         _call(64, 197, 197, *_VIT_B, tags="bench"),
         _call(2, 1002, 1002, *_LLAMA_8B, is_causal=True, tags="bench"),
     ),
-    forward_traffic=traffic(read=_READ, written=("query",)),
-    # Reads the output, of the queries' shape, and its cotangent, too.
-    backward_traffic=traffic(read=(*_READ, "query", "query"), written=("query", "key", "key")),
+    forward_traffic=traffic(read=_READ, written=("out",), out=_out_bytes),
+    # Reads the output and its cotangent, too.
+    backward_traffic=traffic(read=(*_READ, "out", "out"), written=_OPERANDS, out=_out_bytes),
     backward=backward_passes(mosaic=_backward),
     variants=variants(
         (_forward, lambda arguments: forward_candidates(_described(arguments))),

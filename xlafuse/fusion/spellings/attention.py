@@ -11,10 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xlafuse.fusion.binding import Binding
 from xlafuse.fusion.graph import Value, before
 from xlafuse.fusion.layouts import Ref, element, peel
 from xlafuse.fusion.spelling import Proposal, Spelling, wide
-from xlafuse.fusion.spellings.attention_forms import BIASES, OPPOSITES, REACH, THROUGH, Form, forms
+from xlafuse.fusion.spellings.attention_forms import (
+    BIASES,
+    OPPOSITES,
+    REACH,
+    THROUGH,
+    Form,
+    forms,
+    size_of_heads,
+)
+from xlafuse.fusion.spellings.attention_masks import MASKS, bounded, joined
 from xlafuse.fusion.spellings.rows import HIDDEN, LOWEST
 from xlafuse.fusion.terms import head
 
@@ -38,7 +48,8 @@ def _attend(
     keys, key_heads = key.shape[1:3]
     dtype, more = query.dtype, wide(query.dtype)
     of_heads = query.reshape(batch, queries, key_heads, heads // key_heads, size)
-    given |= {name: given[name].reshape(batch, key_heads, heads // key_heads, queries, keys) for name in form.arrays}
+    scores_shape = batch, key_heads, heads // key_heads, queries, keys
+    given |= {name: given[name].reshape(scores_shape) for name in form.arrays if name != "sinks"}
     product_in = more if form.scores_in == "wide" else dtype
     scores = jnp.einsum("btkgd,bskd->bkgts", of_heads, key, preferred_element_type=product_in)
     scores = scores.astype(more) if form.scores_in == "narrow" else scores
@@ -52,23 +63,44 @@ def _attend(
         given |= {"mask": jnp.arange(keys) <= jnp.arange(queries)[:, None]} if form.is_causal else {}
         hidden = jnp.asarray(given["hidden"], dtype if form.hides == "narrow sum" else scores.dtype)
         if form.hides == "choice":
-            scores = _chosen("mask", given, scores, hidden)
+            for name in ("mask", "mask2"):
+                scores = _chosen(name, given, scores, hidden)
         else:
             scores = scores + _chosen("mask", given, jnp.zeros_like(hidden), hidden).astype(scores.dtype)
     scores = scores.astype(more) if form.scores_in == "narrow scores" else scores
-    weights = jax.nn.softmax(scores, axis=-2 if over == "queries" else -1)
+    axis = -2 if over == "queries" else -1
+    weights = _beside_sinks(scores, given["sinks"], form, axis) if form.sinks else jax.nn.softmax(scores, axis)
     if form.drops and jnp.dtype(form.drops_in).itemsize > 2:
         weights = _dropped(weights, form, given).astype(dtype)
     else:
         weights = weights.astype(dtype)
         weights = _dropped(weights, form, given) if form.drops else weights
     out = jnp.einsum("bkgts,bskd->btkgd", weights, value, preferred_element_type=more if form.is_wide else dtype)
-    return out.reshape(query.shape).astype(dtype)
+    return out.reshape(*query.shape[:3], value.shape[3]).astype(dtype)
+
+
+def _beside_sinks(scores: jax.Array, sinks: jax.Array, form: Form, axis: int) -> jax.Array:
+    """Computes the softmax of scores and a sink, without the sink's weight.
+
+    That of joined scores and sinks, of which one column is dropped, has the same formula for each element.
+    """
+    sinks = sinks.reshape(1, *scores.shape[1:3], 1, 1).astype(scores.dtype)
+    for subtracts in form.sinks.split():
+        highest = scores.max(axis, keepdims=True)
+        highest = highest if subtracts == "scores" else jnp.maximum(highest, sinks)
+        scores, sinks = scores - highest, sinks - highest
+    weights, others = jnp.exp(scores), jnp.exp(sinks)
+    if form.sinks.startswith("joined"):
+        of_both = weights.astype(wide(weights.dtype)).sum(axis, keepdims=True) + others.astype(wide(others.dtype))
+        return weights / of_both.astype(weights.dtype)
+    return weights / (weights.sum(axis, keepdims=True) + others)
 
 
 def _chosen(name: str, given: Mapping[str, Any], kept: jax.Array, other: jax.Array) -> jax.Array:
-    """Chooses by a mask, or by its opposite."""
-    return jnp.where(given[name], kept, other) if name in given else jnp.where(given[OPPOSITES[name]], other, kept)
+    """Chooses by a mask, or by its opposite, if there is one."""
+    if name in given:
+        return jnp.where(given[name], kept, other)
+    return jnp.where(given[OPPOSITES[name]], other, kept) if OPPOSITES[name] in given else kept
 
 
 def _dropped(weights: jax.Array, form: Form, given: Mapping[str, Any]) -> jax.Array:
@@ -147,22 +179,41 @@ def _attentions(result: Value) -> Iterator[Proposal]:
     if (roles := _roles(result)) is None:
         return
     axes, keys, key_heads, weights, product = roles
-    shape = [result.shape[axis] for axis in axes]
-    batch, queries, heads, size = shape if len(shape) == 4 else (1, *shape)
+    if result.shape[axes[-2]] % key_heads or (own_size := size_of_heads(weights)) is None:
+        return
+    for form in forms(weights, is_wide=product.dtype.itemsize > result.dtype.itemsize):
+        added = result.dtype if form.scores_in in ("narrow scores", "all narrow") else wide(result.dtype)
+        # Sinks may be cast after they are broadcast.
+        of_sinks = dict.fromkeys((added, result.dtype) if form.sinks else (added,))
+        layouts = _layouts(result, axes, has_groups=bool(form.sinks))
+        for ((batch, queries, heads, size), groups, order), of_sink in itertools.product(layouts, of_sinks):
+            if form.is_causal and queries == 1:
+                continue
+            dtypes = dict.fromkeys(form.arrays, jnp.bool_) | dict.fromkeys(BIASES, added) | {"sinks": of_sink}
+            of_keys = batch, keys, groups * key_heads
+            shapes = dict.fromkeys(form.arrays, (batch, heads, queries, keys)) | {"sinks": (heads,)}
+            arrays = {name: jax.ShapeDtypeStruct(shapes[name], dtypes[name]) for name in form.arrays}
+            arrays["query"] = jax.ShapeDtypeStruct((batch, queries, heads, own_size), result.dtype)
+            arrays["key"] = jax.ShapeDtypeStruct((*of_keys, own_size), result.dtype)
+            arrays["value"] = jax.ShapeDtypeStruct((*of_keys, size), result.dtype)
+            yield Proposal(arrays=arrays, order=order, static={"form": form})
+
+
+def _layouts(
+    result: Value, axes: tuple[int, ...], *, has_groups: bool
+) -> Iterator[tuple[tuple[int, ...], int, tuple[int, ...]]]:
+    """Yields the sizes of (batch, queries, heads, size), groups of heads, and the order of these axes in a result.
+
+    axes: see `_roles`. has_groups: whether its batch entries may also be groups of heads, as sinks tell them apart.
+    """
+    shape = tuple(result.shape[axis] for axis in axes)
     order = tuple(axes.index(axis) for axis in range(len(axes)))
     if len(shape) == 3:
-        order = (0, *(place + 1 for place in order))
-    if heads % key_heads:
+        yield (1, *shape), 1, (0, *(place + 1 for place in order))
         return
-    given = jax.ShapeDtypeStruct((batch, keys, key_heads, size), result.dtype)
-    own = {"query": jax.ShapeDtypeStruct((batch, queries, heads, size), result.dtype), "key": given, "value": given}
-    for form in forms(weights, is_wide=product.dtype.itemsize > result.dtype.itemsize):
-        if form.is_causal and queries == 1:
-            continue
-        added = result.dtype if form.scores_in in ("narrow scores", "all narrow") else wide(result.dtype)
-        dtypes = {name: added if name in BIASES else jnp.bool_ for name in form.arrays}
-        further = {name: jax.ShapeDtypeStruct((batch, heads, queries, keys), dtype) for name, dtype in dtypes.items()}
-        yield Proposal(arrays={**own, **further}, order=order, static={"form": form})
+    yield shape, 1, order
+    if has_groups and axes[2] == axes[0] + 1:
+        yield (1, shape[1], shape[0] * shape[2], shape[3]), shape[0], (0, *(place for place in order if place))
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
@@ -177,6 +228,23 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     if "kept" in given:
         options["dropout_rate"] = float(f"{1 - _as_written(given['kept'], form.drops_in):.7g}")
     return options
+
+
+def _with_bounds(arrays: dict[str, Binding], options: dict[str, Any]) -> tuple[dict[str, Binding], dict[str, Any]]:
+    """Takes a causal mask, a window and segments out of a mask: see `bounded`."""
+    found, band, is_all = bounded(arrays)
+    if found == arrays:
+        return arrays, options
+    options = dict(options)
+    if band.right == 0:
+        options["is_causal"] = True
+    if band.left is not None or band.right:
+        options["window"] = band.left, band.right
+    queries, keys = (arrays[name].shape[1] for name in ("query", "key"))
+    sees_one = "own_segments" not in found and (band.left is None or queries - band.left <= keys)
+    if is_all and sees_one and options.get("mask_value", 0) <= LOWEST:
+        del options["mask_value"]  # as beside a causal mask
+    return found, options
 
 
 def _as_written(number: float, dtype: str) -> float:
@@ -194,13 +262,20 @@ def _as_written(number: float, dtype: str) -> float:
     return next(own, number)
 
 
+_ARGUMENTS = frozenset(("query", "key", "value", "bias", "mask", "dropout_mask", "sinks"))
+
+
 def _arguments(arrays: dict[str, Any]) -> dict[str, Any]:
     """Makes the operation's arrays: one bias, and masks that are True where something is kept."""
-    made = {name: ~arrays[opposite] for name, opposite in OPPOSITES.items() if opposite in arrays}
+    made = joined(arrays)
+    if (dropping := arrays.get(OPPOSITES["dropout_mask"])) is not None:
+        made["dropout_mask"] = ~dropping
     if "another_bias" in arrays:
         with jax.numpy_dtype_promotion("standard"):
             made["bias"] = arrays["bias"] + arrays["another_bias"]
-    return {name: each for name, each in arrays.items() if name not in (*OPPOSITES.values(), "another_bias")} | made
+    if "sinks" in arrays:
+        made["sinks"] = jnp.broadcast_to(arrays["sinks"], (arrays["query"].shape[2],))
+    return {name: each for name, each in arrays.items() if name in _ARGUMENTS} | made
 
 
 def _objection(numbers: Mapping[str, Any]) -> str:
@@ -220,14 +295,15 @@ def _spellings() -> Iterator[Spelling]:
         "propose": _attentions,
         "needs": frozenset(("dot_general",)),
         "unknowns": _UNKNOWNS,
-        "broadcasting": frozenset((*BIASES, *OPPOSITES, *OPPOSITES.values())),
-        "floating": frozenset(BIASES),
+        "broadcasting": frozenset((*BIASES, "sinks", *OPPOSITES, *OPPOSITES.values(), *MASKS)),
+        "floating": frozenset((*BIASES, "sinks")),
         "objection": _objection,
     }
     yield Spelling(
         function=_attend,
         roots=frozenset(("dot_general", "transpose", "reshape", "convert_element_type")),
         arguments=_options,
+        refine=_with_bounds,
         prepare=_arguments,
         changed=("query", "key", "value"),  # layers share a mask
         **common,

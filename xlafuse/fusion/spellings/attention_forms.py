@@ -7,6 +7,7 @@ from the program, so that only their pattern is traced, and not one for each com
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,7 @@ THROUGH = BY_ELEMENT | {"reduce_sum", "exp"}
 """Primitives between the products of attention."""
 REACH = 80  # random bits of dropout are between
 BIASES = ("bias", "another_bias")
-OPPOSITES = {"mask": "hiding", "dropout_mask": "dropping"}
+OPPOSITES = {"mask": "hiding", "mask2": "hiding2", "dropout_mask": "dropping"}
 """The names of masks, and of those that are True where the operation's is False."""
 _ABSORBING = -1e30
 """A number as low is the sum of itself and any score, in bfloat16, too: half its last place is larger than scores."""
@@ -31,12 +32,14 @@ _ABSORBING = -1e30
 class Form:
     """How a program computes attention.
 
-    arrays: the names of those besides query, key and value: some of `BIASES`, and a mask or its opposite.
+    arrays: the names of those besides query, key and value: some of `BIASES`, sinks, and masks or their opposites.
     scores_in: "wide", "narrow" (the product alone), "narrow scores" (all but the softmax), or "all narrow".
     is_wide: whether the second product's result is cast to 16 bits. is_capped: whether the scores have a soft cap.
     hides: how hidden scores get their number: "choice" (`where(seen, scores, hidden)`), "sum" (`scores + where(seen, 0,
         hidden)`), "narrow sum" (where that choice is cast from 16 bits), or "" for not at all.
     is_causal: whether that hides later keys, and nothing else.
+    sinks: what is subtracted from scores and sinks, one after the other: "joined" or "both" for the maximum of both, in
+        one array or not, "scores" for that of scores alone; or "" for no sinks.
     drops: how weights are dropped: "choice" (`where(keep, weights / kept, 0)`), "product" (`weights * (keep / kept)`),
         or "" for not at all. divides_late: whether the result of that is divided by the kept share.
     drops_in: the name of the dtype of that, before or after the cast to 16 bits.
@@ -48,6 +51,7 @@ class Form:
     is_capped: bool = False
     hides: str = ""
     is_causal: bool = False
+    sinks: str = ""
     drops: str = ""
     divides_late: bool = False
     drops_in: str = "float32"
@@ -61,12 +65,19 @@ class Form:
 def forms(weights: Value, *, is_wide: bool) -> tuple[Form, ...]:
     """Returns the forms that may have made weights, the most likely first. is_wide: see `Form`."""
     path = _path(weights)
-    exponential = next((each for each in path if each.primitive == "exp"), None)
+    exponentials = [each for each in path if each.primitive == "exp"]
+    # That of scores, beside which there may be one of sinks.
+    exponential = max(exponentials, key=lambda each: math.prod(each.shape), default=None)
     if exponential is None or exponential.equation is None:
         return ()
     of_scores = frozenset(before(exponential.equation.inputs[0], BY_ELEMENT, REACH))
     scores = [each for each in path if each in of_scores]
     form = Form(is_wide=is_wide, is_capped=any(each.primitive == "tanh" for each in scores))
+    is_joined = any(each.primitive == "concatenate" for each in scores)
+    if is_joined or len(exponentials) > 1:
+        maxima = filter(None, map(_subtracted_maximum, scores))
+        subtracted = ("joined" if is_joined else "both" if each.primitive == "max" else "scores" for each in maxima)
+        form = form.plus("sinks", sinks=" ".join(subtracted))
     return tuple(
         replace(masked, scores_in=scores_in)
         for dropped in _with_dropout(form, [each for each in path if each not in of_scores], frozenset(path))
@@ -84,6 +95,15 @@ def _path(weights: Value) -> list[Value]:
         if each.equation is not None and not path.isdisjoint(each.equation.inputs):
             path.add(each)
     return [each for each in found if each in path]
+
+
+def size_of_heads(weights: Value) -> int | None:
+    """Returns the columns of a head of queries and keys, which the product that makes the scores contracts."""
+    path = _path(weights)
+    if not path or path[0].equation is None or path[0].primitive != "dot_general":
+        return None
+    product = path[0].equation
+    return math.prod(product.inputs[0].shape[axis] for axis in product.params["dimension_numbers"][0][0])
 
 
 def _place(value: Value) -> int:
@@ -110,7 +130,7 @@ def _with_masks(form: Form, scores: list[Value]) -> Iterator[Form]:
         if (choice := _choice(each)) is not None:
             choices.append(("choice", choice))
         elif each.primitive in ("add", "sub") and not any(number(own) is not None for own in inputs):
-            if peel(element(inputs[1])).value.primitive == "reduce_max":
+            if _subtracted_maximum(each):
                 continue
             biases += 1
             for own in map(behind, inputs):
@@ -118,6 +138,13 @@ def _with_masks(form: Form, scores: list[Value]) -> Iterator[Form]:
                     sums.append(("sum" if own.dtype == each.dtype else "narrow sum", choice))
     for how, choice in choices[:1] or (sums if len(sums) == 1 else []):
         masked = form.plus(*BIASES[: biases - (how != "choice")], hides=how)
+        if len(choices) == 2 and choices[0][1].hidden == choices[1][1].hidden:
+            names = (
+                (OPPOSITES[name] if each.is_opposite else name)
+                for name, (_, each) in zip(OPPOSITES, choices, strict=False)
+            )
+            yield masked.plus(*names)
+            return
         is_constant = choice.mask.equation is not None and choice.mask.equation.is_constant
         if is_constant and (how == "choice" or choice.hidden <= LOWEST):
             yield replace(masked, is_causal=True)
@@ -125,6 +152,14 @@ def _with_masks(form: Form, scores: list[Value]) -> Iterator[Form]:
             yield masked.plus(OPPOSITES["mask"] if choice.is_opposite else "mask")
     if not choices:
         yield form.plus(*BIASES[:biases])
+
+
+def _subtracted_maximum(value: Value) -> Value | None:
+    """Returns the maximum, of scores or of those and sinks, that a softmax subtracts; None for other values."""
+    if value.equation is None or value.primitive != "sub":
+        return None
+    highest = peel(element(value.equation.inputs[1])).value
+    return highest if highest.primitive in ("reduce_max", "max") else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,7 +122,8 @@ def two_kernels(problem: Problem) -> BackwardConfig:
 
 def _other_keys(problem: Problem, usual: KeysConfig) -> Iterator[KeysConfig]:
     """More blocks: parts of a group's heads, and blocks of 64 keys."""
-    for parts in range(1, problem.group + 1):
+    # Parts of dkey and dvalue lie in one array.
+    for parts in range(1, problem.group + 1 if problem.value_size == problem.head_size else 2):
         if problem.group % parts == 0:
             yield replace(usual, parts=parts)
             if not usual.adds_dquery:
@@ -140,7 +141,8 @@ def can_be_one(problem: Problem) -> bool:
     """Whether one kernel serves: it has no registers for features, nor for a masked last key tile."""
     masking, columns = problem.masking, KeysConfig().columns
     is_whole = masking.keys % columns == 0 or masking.right is None or masking.queries <= masking.keys
-    return is_plain(problem) and is_whole and problem.head_size in _ROWS_OF_ONE
+    has_room = problem.head_size in _ROWS_OF_ONE and problem.value_size == problem.head_size
+    return is_plain(problem) and is_whole and has_room
 
 
 def one_kernel(problem: Problem, parts: int | None = None) -> BackwardConfig:

@@ -28,7 +28,6 @@ from pallas_kernels.ops.attention.masking import padded_segments, segment_key_ti
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.primitives.exponents import LOG2_E
 from pallas_kernels.primitives.platform import varying_like
-from pallas_kernels.primitives.row_tiles import TileForm
 
 _FAR = -1e5
 _CONSTANT = 4096
@@ -47,33 +46,35 @@ def attention_backward(
     problem: Problem,
     dlse: jax.Array | None = None,
     config: BackwardConfig | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Returns (dquery, dkey, dvalue, dbias): like query, key, value and `extras.bias`; None without a bias.
+) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
+    """Returns the gradients of query, key, value, and of the bias and the sinks among the extras.
 
     Args:
         out, lse: of `attention_forward`.
-        dout: the cotangent of out, like query.
+        dout: the cotangent of out, and like it.
         dlse: that of lse, (batch, heads, queries) float32, or None for zeros.
         config: None: the measured best, else the default.
     """
     extras = extras or Extras()
     operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
     config = config or tuned_backward(problem)
-    inputs = Inputs(query, key, value, dout, rows_of(_base_2(lse, extras, problem), out, lse, dout, dlse, TILE), {})
+    rows = rows_of(_base_2(lse, extras, problem), out, lse, dout, dlse, TILE)
+    inputs = Inputs(query, key, value, dout, rows, {})
     # JAX's warps accept no array that varies over the devices of `jax.shard_map`.
     varies = any(jax.typeof(operand).manual_axis_type.varying for operand in operands)
     if config.queries is None and varies and has_warps_apart(problem):
         config = two_kernels(problem)
-    form = TileForm(size=problem.head_size, dtype=problem.dtype, in_panels=problem.in_panels)
     if config.queries is None:
         assert can_be_one(problem)
         whole, dscores = _with_whole_tiles(problem, config.keys.columns), None
-        dq, dk, dv = key_gradients(inputs, problem=whole, form=form, config=config.keys)
+        dq, dk, dv = key_gradients(inputs, problem=whole, forms=problem.forms, config=config.keys)
     else:
         by_keys, by_queries = _extras(extras, problem, config.keys, config.queries)
         own = inputs._replace(extras=by_queries)
-        dq, dscores = query_gradients(own, problem=problem, form=form, config=config.queries)
-        dk, dv = key_gradients(inputs._replace(extras=by_keys), problem=problem, form=form, config=config.keys)
+        dq, dscores = query_gradients(own, problem=problem, config=config.queries)
+        dk, dv = key_gradients(
+            inputs._replace(extras=by_keys), problem=problem, forms=problem.forms, config=config.keys
+        )
     dquery, dkey, dvalue = (varying_like(gradient, *operands) for gradient in (dq, dk, dv))
     dbias = None
     if dscores is not None:
@@ -81,10 +82,16 @@ def attention_backward(
         dscores = varying_like(dscores[:, :, : query.shape[1], : key.shape[1]], *operands)
         axes = tuple(axis for axis, size in enumerate(extras.bias.shape) if size == 1)
         dbias = jnp.sum(dscores, axis=axes, keepdims=True).astype(extras.bias.dtype)
-    if problem.masking.keys == 1 and dlse is None:
+    if problem.masking.keys == 1 and dlse is None and extras.sinks is None:
         # The probability of a single key is 1 whatever its score: these gradients could only be rounding errors.
         dquery, dkey, dbias = jax.tree.map(lambda x: varying_like(jnp.zeros_like(x), x), (dquery, dkey, dbias))
-    return dquery, dkey, dvalue, dbias
+    dsinks = None
+    if extras.sinks is not None:
+        # A sink has no value, so that its weight's gradient is -delta alone.
+        base_2, delta = (rows[:, :, i, : lse.shape[2]] for i in (0, 1))
+        weights = jnp.exp2(extras.sinks[:, None] * LOG2_E - base_2)
+        dsinks = varying_like(-jnp.sum(weights * delta, axis=(0, 2)), *operands)
+    return dquery, dkey, dvalue, Extras(bias=dbias, sinks=dsinks)
 
 
 def _base_2(lse: jax.Array, extras: Extras, problem: Problem) -> jax.Array:

@@ -77,7 +77,7 @@ def load_queries(block: Block, n: Any) -> None:
 def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: bool = True) -> None:
     """Computes and stores dkey, dvalue or both of a warpgroup's 64 keys, and its half of the block's shares."""
     launch, scratch, inputs = block.launch, block.scratch, block.inputs
-    problem, config, form = launch.problem, launch.config, launch.form
+    problem, config = launch.problem, launch.config
     plgpu.barrier_wait(scratch.held)
 
     def first() -> Any:
@@ -135,7 +135,7 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
                 places=places,
                 segments=None if segments is None else (segments, scratch.query_segments.at[stage]),
             )
-            scores = plgpu.wgmma_accumulator_load(s, wait_n=0 if dp is None else form.copies)
+            scores = plgpu.wgmma_accumulator_load(s, wait_n=0 if dp is None else launch.value_form.copies)
             if overlaps and i == 0:
                 # The last step's product for dkey is done, too.
                 pl.when(n > 0)(lambda: release_before(n))
@@ -146,7 +146,7 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
                 multiply_down(dv, tile.dropped(weights).astype(problem.dtype), dout)
             if dp is None:
                 return None
-            dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0 if dv is None else form.copies)
+            dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0 if dv is None else launch.value_form.copies)
             delta = plgpu.load(scratch.rows.at[stage, 1, rows], layout=tile.row_layout())
             dscores = tile.score_gradients(weights, dweights, delta)
             narrow = (dscores if slope is None else dscores * slope).astype(problem.dtype)
@@ -177,7 +177,7 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
             shares.multiply(block, warpgroup, both_ds, pl.ds(again, config.columns), dq)
             multiply_dkey()
             # The producer gets the share while these products are under way.
-            values = launch.own_columns(plgpu.wgmma_accumulator_load(dq, wait_n=parts * form.copies), warpgroup)
+            values = launch.own_columns(plgpu.wgmma_accumulator_load(dq, wait_n=parts * launch.form.copies), warpgroup)
             shares.give(block, warpgroup, n, values, query_tile, is_masked=is_masked)
             end()
 
@@ -201,8 +201,9 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
         return results
 
     own_first = first()
-    sums = plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, form.size), jnp.float32)
-    results = pl.run_scoped(all_steps, *[sums] * (has_dkey + has_dvalue))
+    sizes = [problem.head_size] * has_dkey + [problem.value_size] * has_dvalue
+    sums = [plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, size), jnp.float32) for size in sizes]
+    results = pl.run_scoped(all_steps, *sums)
     if launch.adds or not config.shares_keys:
         meet()  # the other warpgroup's products with what the results overwrite are done, too
     own, place = pl.ds(own_first, WARPGROUP_ROWS), block.lane.result_rows(block.first_key + own_first, WARPGROUP_ROWS)
@@ -212,7 +213,7 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
     if has_dvalue:
         stored.append((scratch.v.at(rows=own), results[-1], kept_scale(problem), block.outputs.gradients.dvalue))
     for tile, values, scale, _ in stored:
-        tile.store(values * scale, width=columns_at_once(form.size))
+        tile.store(values * scale, width=columns_at_once(tile.form.size))
     plgpu.commit_smem()
     for tile, _, _, gradient in stored:
         tile.send(gradient.at[place])
@@ -244,7 +245,9 @@ def by_batch(launch: Callable[[Problem, Inputs], Gradients], problem: Problem, i
     return compute(inputs)
 
 
-def key_gradients(inputs: Inputs, *, problem: Problem, form: TileForm, config: KeysConfig) -> Gradients:
+def key_gradients(
+    inputs: Inputs, *, problem: Problem, forms: tuple[TileForm, TileForm], config: KeysConfig
+) -> Gradients:
     """Returns (dkey, dvalue), like key and value; with `adds_dquery` (dquery, dkey, dvalue).
 
     A launch needs memory for `parts` copies of dkey and dvalue if there are several; with `adds_dquery` also for a
@@ -253,14 +256,14 @@ def key_gradients(inputs: Inputs, *, problem: Problem, form: TileForm, config: K
     Args:
         inputs: with bias and masks, if any, as (..., keys, queries). With `adds_dquery` there are no extras.
         problem: with `adds_dquery`, one with whole key tiles.
-        form: the layout of query, key, value and dout tiles in shared memory.
+        forms: the layouts of tiles of query and key, and of value and dout, in shared memory.
     """
-    launch = partial(_launched, form=form, config=config)
+    launch = partial(_launched, forms=forms, config=config)
     return by_batch(launch, problem, inputs) if config.adds_dquery else launch(problem, inputs)
 
 
-def _launched(problem: Problem, inputs: Inputs, *, form: TileForm, config: KeysConfig) -> Gradients:
-    launch = Launch(problem=problem, form=form, config=config)
+def _launched(problem: Problem, inputs: Inputs, *, forms: tuple[TileForm, TileForm], config: KeysConfig) -> Gradients:
+    launch = Launch(problem=problem, form=forms[0], value_form=forms[1], config=config)
 
     def attention_backward_keys(inputs, *others):
         *results, scratch = others
@@ -301,7 +304,7 @@ def _launched(problem: Problem, inputs: Inputs, *, form: TileForm, config: KeysC
         blocks=launch.blocks + launch.finishers,
         consumers=WARPGROUPS,
         scratch=(launch.scratch_types(),),
-        products=problem.product and problem.product.times(5 if launch.adds else 4),
+        products=problem.products(3 if launch.adds else 2, 2),
         automatic_barriers=launch.automatic_barriers,
     )
     if not launch.adds:

@@ -74,10 +74,11 @@ def has_warps_apart(problem: Problem) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Static facts of a launch. form: the layout of tiles of query, key, value and dout."""
+    """Static facts of a launch. form, value_form: the layouts of tiles of query and key, and of value and dout."""
 
     problem: Problem
     form: TileForm
+    value_form: TileForm
     config: KeysConfig
 
     @property
@@ -215,7 +216,7 @@ class Launch:
 
     def results(self, inputs: Inputs) -> list[jax.ShapeDtypeStruct]:
         """The result types: dkey and dvalue or their parts in one array; with shares, dquery and its sums around."""
-        gradients = KeyGradients.types(inputs.key, self.config.parts)
+        gradients = KeyGradients.types(inputs.key, inputs.value, self.config.parts)
         if not self.adds:
             return gradients
         # Sums have whole tiles: with groups of rows TMA does not stop at any query, as it does without.
@@ -229,17 +230,17 @@ class Launch:
 
     def scratch_types(self) -> Scratch:
         """The types of a block's scratch."""
-        config, form, barrier = self.config, self.form, plgpu.Barrier
+        config, form, value_form, barrier = self.config, self.form, self.value_form, plgpu.Barrier
         stages, has_segments = config.stages, self.problem.masking.has_segments
         scratch = Scratch(
             k=form.scratch(config.columns),
-            v=form.scratch(config.columns),
+            v=value_form.scratch(config.columns),
             q=form.scratch(stages, self.config.rows),
-            do=form.scratch(stages, self.config.rows),
+            do=value_form.scratch(stages, self.config.rows),
             rows=plgpu.SMEM((stages, self.lines, self.config.rows), jnp.float32),
             query_segments=plgpu.SMEM((stages, self.config.rows), jnp.int32) if has_segments else None,
-            held=barrier(num_arrivals=2 * form.copies),
-            full=barrier(num_arrivals=1 + 2 * form.copies + has_segments, num_barriers=stages),
+            held=barrier(num_arrivals=form.copies + value_form.copies),
+            full=barrier(num_arrivals=1 + form.copies + value_form.copies + has_segments, num_barriers=stages),
             empty=barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
             met=barrier(num_arrivals=WARPGROUPS),
         )
@@ -298,7 +299,8 @@ class Block:
         """The block with this number, called in the kernel."""
         problem, config = launch.problem, launch.config
         scratch = scratch._replace(
-            **{name: launch.form.tiles(getattr(scratch, name)) for name in ("k", "v", "q", "do")}
+            **{name: launch.form.tiles(getattr(scratch, name)) for name in ("k", "q")},
+            **{name: launch.value_form.tiles(getattr(scratch, name)) for name in ("v", "do")},
         )
         turns = None
         if launch.adds:

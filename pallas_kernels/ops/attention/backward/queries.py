@@ -41,19 +41,27 @@ _VECTOR = plgpu.Layout.WGMMA.reduce(1)
 """The layout of one value a query."""
 
 
+class Ring(NamedTuple):
+    """Tiles in turns. full, empty: a slot's tile has arrived, or is free."""
+
+    tiles: Any
+    full: Any
+    empty: Any
+
+
 class Scratch(NamedTuple):
     """A block's shared memory and barriers.
 
-    q, do: the block's queries and their dout. ring: key and value tiles in turns. key_segments: those of the ring's
-    keys, or None. held: a warpgroup's queries have arrived. full, empty: a slot of the ring has arrived, or is free.
+    q, do: the block's queries and their dout. k, v: the rings of keys and of values; one ring, for both in turns, if
+    their tiles have one size. key_segments: those of the keys in the ring, or None. held: a warpgroup's queries have
+    arrived.
     """
 
     q: Any
     do: Any
-    ring: Any
+    k: Any
+    v: Any
     held: Any
-    full: Any
-    empty: Any
     key_segments: Any
 
 
@@ -70,7 +78,19 @@ class _Launch:
 
     problem: Problem
     form: TileForm
+    value_form: TileForm
     config: QueriesConfig
+
+    @property
+    def has_one_ring(self) -> bool:
+        """Whether keys and values take turns in one ring, which may have an odd number of slots."""
+        return self.form == self.value_form
+
+    def slot(self, n: Any) -> Any:
+        """The slot in its ring of the n-th tile, of keys and values in turns."""
+        if self.has_one_ring:
+            return lax.rem(n, self.config.slots)
+        return lax.rem(lax.div(n, 2), self.config.slots // 2)
 
     @property
     def returns_dscores(self) -> bool:
@@ -98,15 +118,23 @@ class _Launch:
         return not (self.form.in_panels and self.form.size > 128)
 
     def scratch_types(self) -> Scratch:
-        config, form, has_segments = self.config, self.form, self.problem.masking.has_segments
+        config, form, value_form = self.config, self.form, self.value_form
+        has_segments, slots = self.problem.masking.has_segments, config.slots // (1 if self.has_one_ring else 2)
+
+        def ring(form: TileForm, arrivals: int) -> Ring:
+            return Ring(
+                tiles=form.scratch(slots, config.columns),
+                full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots),
+                empty=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=slots),
+            )
+
         return Scratch(
             q=form.scratch(config.warpgroups, WARPGROUP_ROWS),
-            do=form.scratch(config.warpgroups, WARPGROUP_ROWS),
-            ring=form.scratch(config.slots, config.columns),
-            held=plgpu.Barrier(num_arrivals=2 * form.copies, num_barriers=config.warpgroups),
-            full=plgpu.Barrier(num_arrivals=form.copies + has_segments, num_barriers=config.slots),
-            empty=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.slots),
-            key_segments=plgpu.SMEM((config.slots, config.columns), jnp.int32) if has_segments else None,
+            do=value_form.scratch(config.warpgroups, WARPGROUP_ROWS),
+            k=ring(form, form.copies + has_segments),
+            v=None if self.has_one_ring else ring(value_form, value_form.copies),
+            held=plgpu.Barrier(num_arrivals=form.copies + value_form.copies, num_barriers=config.warpgroups),
+            key_segments=plgpu.SMEM((slots, config.columns), jnp.int32) if has_segments else None,
         )
 
 
@@ -129,8 +157,12 @@ class _Block:
     @classmethod
     def of(cls, launch: _Launch, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> _Block:
         """The running block, called in the kernel."""
-        problem, form, config, masking = launch.problem, launch.form, launch.config, launch.problem.masking
-        scratch = scratch._replace(**{name: form.tiles(getattr(scratch, name)) for name in ("q", "do", "ring")})
+        problem, config, masking = launch.problem, launch.config, launch.problem.masking
+        form, value_form = launch.form, launch.value_form
+        k, v = scratch.k, scratch.v
+        k = k._replace(tiles=form.tiles(k.tiles))
+        v = k if v is None else v._replace(tiles=value_form.tiles(v.tiles))
+        scratch = scratch._replace(q=form.tiles(scratch.q), do=value_form.tiles(scratch.do), k=k, v=v)
         # Under a causal mask the last queries see the most keys.
         place, lane = block_place(lax.axis_index("block"), tiles=launch.blocks, lanes=problem.batch * problem.heads)
         tile_index = launch.blocks - 1 - place
@@ -153,22 +185,26 @@ class _Block:
             scratch.do.at(warpgroup).load_async(self.inputs.dout.at[place], scratch.held.at[warpgroup])
         n = lax.fori_loop(0, visits.masked, self._loader(visits.masked_tile), jnp.int32(0))
         n = lax.fori_loop(0, visits.full, self._loader(visits.full_tile), n)
-        drain(scratch.empty, self.launch.config.slots, n)
+        if self.launch.has_one_ring:
+            drain(scratch.k.empty, self.launch.config.slots, n)
+            return
+        for ring in (scratch.k, scratch.v):
+            drain(ring.empty, self.launch.config.slots // 2, lax.div(n, 2))
 
     def _loader(self, tile_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-        """The body of a loop that loads the i-th key tile and then its values; n counts the ring's slots."""
-        config, inputs, scratch = self.launch.config, self.inputs, self.scratch
+        """The body of a loop that loads the i-th key tile and then its values; n counts both."""
+        launch, config, inputs, scratch = self.launch, self.launch.config, self.inputs, self.scratch
 
         def step(i, n):
             place = (self.lane.batch, pl.ds(tile_of(i) * config.columns, config.columns), self.key_head)
-            for ref in (inputs.key, inputs.value):
-                slot = lax.rem(n, config.slots)
-                pl.when(n >= config.slots)(lambda slot=slot: plgpu.barrier_wait(scratch.empty.at[slot]))
-                scratch.ring.at(slot).load_async(ref.at[place], scratch.full.at[slot])
-                if scratch.key_segments is not None:
-                    # With values too: a slot holds keys at one time and values at another.
+            for ref, ring in ((inputs.key, scratch.k), (inputs.value, scratch.v)):
+                slot = launch.slot(n)
+                pl.when(n >= config.slots)(lambda ring=ring, slot=slot: plgpu.barrier_wait(ring.empty.at[slot]))
+                ring.tiles.at(slot).load_async(ref.at[place], ring.full.at[slot])
+                if scratch.key_segments is not None and ring is scratch.k:
+                    # With values too, if a slot holds keys at one time and values at another.
                     numbers = inputs.extras["key_segments"].at[place[0], place[1]]
-                    plgpu.copy_gmem_to_smem(numbers, scratch.key_segments.at[slot], scratch.full.at[slot])
+                    plgpu.copy_gmem_to_smem(numbers, scratch.key_segments.at[slot], ring.full.at[slot])
                 n = n + 1
             return n
 
@@ -194,10 +230,11 @@ def consume(block: _Block, warpgroup: Any) -> None:
     def release(n: Any) -> None:
         if scratch.key_segments is not None:
             plgpu.commit_smem()  # threads have read what TMA writes next
-        plgpu.barrier_arrive(scratch.empty.at[lax.rem(2 * n, config.slots)])
+        plgpu.barrier_arrive(scratch.k.empty.at[launch.slot(2 * n)])
 
     def step(n: Any, key_tile: Any, dq: Any, *, is_masked: bool) -> None:
-        k_slot, v_slot = (lax.rem(2 * n + i, config.slots) for i in (0, 1))
+        k_slot, v_slot = (launch.slot(2 * n + i) for i in (0, 1))
+        keys, values = scratch.k.tiles.at(k_slot), scratch.v.tiles.at(v_slot)
         column = key_tile * config.columns
         tile = Tile(
             problem=problem,
@@ -215,23 +252,23 @@ def consume(block: _Block, warpgroup: Any) -> None:
         own_q, own_do = scratch.q.at(own), scratch.do.at(own)
 
         def products(s, dp):
-            plgpu.barrier_wait(scratch.full.at[k_slot])
-            multiply_across(s, own_q, scratch.ring.at(k_slot))
-            plgpu.barrier_wait(scratch.full.at[v_slot])
-            multiply_across(dp, own_do, scratch.ring.at(v_slot))
-            scores = plgpu.wgmma_accumulator_load(s, wait_n=launch.form.copies)
+            plgpu.barrier_wait(scratch.k.full.at[k_slot])
+            multiply_across(s, own_q, keys)
+            plgpu.barrier_wait(scratch.v.full.at[v_slot])
+            multiply_across(dp, own_do, values)
+            scores = plgpu.wgmma_accumulator_load(s, wait_n=launch.value_form.copies)
             if config.overlaps:
                 pl.when(n > 0)(lambda: release(n - 1))
             weights, slope = tile.weights(scores, lse, is_masked=is_masked)
             weights = tile.marked(weights)
             dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0)
-            plgpu.barrier_arrive(scratch.empty.at[v_slot])
+            plgpu.barrier_arrive(scratch.v.empty.at[v_slot])
             dscores = tile.score_gradients(weights, dweights, delta)
             if block.outputs.dscores is not None:
                 place = (lane.batch, lane.head, pl.ds(first, WARPGROUP_ROWS), pl.ds(column, config.columns))
                 compat.store(block.outputs.dscores.at[place], dscores)
             dscores = dscores if slope is None else dscores * slope
-            multiply_down(dq, dscores.astype(problem.dtype), scratch.ring.at(k_slot))
+            multiply_down(dq, dscores.astype(problem.dtype), keys)
             if not config.overlaps:
                 plgpu.wgmma_wait(0)
                 release(n)
@@ -260,21 +297,19 @@ def consume(block: _Block, warpgroup: Any) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def query_gradients(
-    inputs: Inputs, *, problem: Problem, form: TileForm, config: QueriesConfig
-) -> tuple[jax.Array, jax.Array | None]:
+def query_gradients(inputs: Inputs, *, problem: Problem, config: QueriesConfig) -> tuple[jax.Array, jax.Array | None]:
     """Returns dquery, like query; and for a bias the gradients of all scores, else None.
 
-    These are (batch, heads, queries, keys), float32, padded to whole tiles. form: see `key_gradients`.
+    These are (batch, heads, queries, keys), float32, padded to whole tiles.
     """
-    launch = _Launch(problem, form, config)
+    launch = _Launch(problem, *problem.forms, config)
 
     def attention_backward_queries(inputs, *others):
         *results, scratch = others
         outputs = Outputs(results[0], results[1] if launch.returns_dscores else None)
         warpgroup = lax.axis_index("warpgroup")
         block = _Block.of(launch, inputs, outputs, scratch)
-        needs_more = config.warpgroups == 1 or (form.in_panels and form.size == 96)
+        needs_more = config.warpgroups == 1 or (problem.in_panels and problem.head_size == 96)
         registers = MORE_FOR_PRODUCER if needs_more else REGISTERS
         run_roles(warpgroup, config.warpgroups, block.produce, lambda: consume(block, warpgroup), registers)
 
@@ -290,7 +325,7 @@ def query_gradients(
         blocks=launch.blocks * problem.batch * problem.heads,
         consumers=config.warpgroups,
         scratch=(launch.scratch_types(),),
-        products=problem.product and problem.product.times(3),
+        products=problem.products(2, 1),
         automatic_barriers=launch.automatic_barriers,
         **params,
     )

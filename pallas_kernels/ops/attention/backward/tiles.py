@@ -75,11 +75,11 @@ class KeyGradients(NamedTuple):
     dvalue: Any
 
     @staticmethod
-    def types(key: jax.Array, parts: int) -> list[jax.ShapeDtypeStruct]:
+    def types(key: jax.Array, value: jax.Array, parts: int) -> list[jax.ShapeDtypeStruct]:
         """The result types of a kernel: dkey and dvalue, or one array with the parts of both."""
         if parts > 1:
             return [jax.ShapeDtypeStruct((2, parts, *key.shape), key.dtype)]
-        return [jax.ShapeDtypeStruct(key.shape, key.dtype)] * 2
+        return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (key, value)]
 
     @classmethod
     def of(cls, results: list[Any]) -> KeyGradients:

@@ -94,6 +94,9 @@ def _alternatives(problem: Problem, usual: ForwardConfig) -> dict[str, ForwardCo
 
 def _of_two_warpgroups(problem: Problem) -> ForwardConfig:
     masking, size, further = problem.masking, problem.head_size, _further(problem)
+    if problem.value_size < size:  # the output has its own shared memory: queries have another layout
+        few = ForwardConfig(columns=64, is_persistent=False, own_output=True)
+        return few if further else ForwardConfig(own_output=True, output_parts=2, short_masks=True)
     if size > 128:
         return _of_large_heads(problem)
     if further > 1:
@@ -163,6 +166,7 @@ def known(problem: Problem) -> tuning.Key:
         "heads": problem.heads,
         "key_heads": problem.key_heads,
         "head_size": problem.head_size,
+        **({} if problem.value_size == problem.head_size else {"value_size": problem.value_size}),
         "dtype": problem.dtype.name,
         "before": left,
         "after": right,

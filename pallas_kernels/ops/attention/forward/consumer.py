@@ -45,7 +45,7 @@ class Consumer:
         def tile_of_queries(head, tile, count, before):
             del count
             accumulators = (
-                plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32) for width in (problem.head_size, config.columns)
+                plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32) for width in (problem.value_size, config.columns)
             )
             run = partial(self._tile, scores, head, tile, before)
             out, total, maximum, steps = pl.run_scoped(run, *accumulators)
@@ -144,8 +144,15 @@ class Consumer:
             if config.own_output:
                 plgpu.commit_smem()  # what was read may then be overwritten by TMA
                 plgpu.barrier_arrive(barriers["q_empty"].at[warpgroup])
-        maximum = plgpu.layout_cast(zeros((ROWS,), fill_value=LOWEST_SCORE), plgpu.Layout.WGMMA.reduce(1))
-        total = plgpu.layout_cast(zeros((ROWS,)), plgpu.Layout.WGMMA.reduce(1))
+        maximum, total = LOWEST_SCORE, 0.0
+        if problem.has_sinks:
+            sink = block.extras["sinks"][q_head] * LOG2_E
+            maximum = jnp.maximum(sink, LOWEST_SCORE)
+            total = jnp.exp2(sink - maximum)
+        maximum, total = (
+            plgpu.layout_cast(zeros((ROWS,), fill_value=value), plgpu.Layout.WGMMA.reduce(1))
+            for value in (maximum, total)
+        )
         if block.skips_tiles:
             lax.fori_loop(jnp.int32(0), skipped, lambda i, _: self._skip(before + i), None)
         # The mask may cut the first tile: its elements are compared wherever there is a mask at all.
@@ -211,14 +218,14 @@ class Consumer:
         buffer = buffers["out" if config.own_output else "q"].at(warpgroup)
         rows = pl.ds(row, ROWS)
         out_place, lse_place = results[0].at[batch, rows, q_head], results[1].at[batch, q_head, rows]
-        width = problem.head_size // config.output_parts
-        for start in range(0, problem.head_size, width):
+        width = problem.value_size // config.output_parts
+        for start in range(0, problem.value_size, width):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            buffer.store(out if width == problem.head_size else out[:, start : start + width])
+            buffer.store(out if width == problem.value_size else out[:, start : start + width])
             if start == 0:
                 buffers["lse"].at[warpgroup][...] = lse
             plgpu.commit_smem()
-            buffer.send(out_place if width == problem.head_size else out_place.at[:, columns_from(start, width)])
+            buffer.send(out_place if width == problem.value_size else out_place.at[:, columns_from(start, width)])
             if start == 0:
                 plgpu.copy_smem_to_gmem(buffers["lse"].at[warpgroup], lse_place)
         if not config.own_output:

@@ -29,7 +29,6 @@ from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.primitives.platform import target_device, varying_like
-from pallas_kernels.primitives.row_tiles import TileForm
 
 
 def attention_forward(
@@ -41,9 +40,9 @@ def attention_forward(
     problem: Problem,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, lse): out like query, lse (batch, heads, queries) float32, -inf for a query that sees no key.
+    """Returns (out, lse): out as `attention`'s, lse (batch, heads, queries) float32, -inf for a query that sees no key.
 
-    query: (batch, queries, heads, head size), key, value: (batch, keys, key heads, head size), of one 16-bit dtype.
+    query, key, value: see `attention`; of one 16-bit dtype.
     """
     config = config or tuned_forward(problem)
     arrays = _extra_arrays(extras, problem, config)
@@ -53,7 +52,7 @@ def attention_forward(
     if table is not None:
         arrays["table"] = jnp.asarray(table)
     out_type = [
-        jax.ShapeDtypeStruct(query.shape, problem.dtype),
+        jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), problem.dtype),
         jax.ShapeDtypeStruct((problem.batch, problem.heads, schedule.tiles * config.rows), jnp.float32),
     ]
     out, lse = _kernel(problem, config, schedule, out_type)(query, key, value, arrays)
@@ -65,6 +64,8 @@ def _extra_arrays(extras: Extras, problem: Problem, config: ForwardConfig) -> di
     """The kernel's further arrays, by name, padded to whole tiles."""
     rows, columns = config.rows, config.columns
     arrays = extras.dense(rows, columns)
+    if extras.sinks is not None:
+        arrays["sinks"] = extras.sinks
     if extras.query_segments is not None and extras.key_segments is not None:
         own, other = extras.query_segments, extras.key_segments
         arrays["tiles"] = segment_key_tiles(problem.masking, own, other, rows, columns)
@@ -79,10 +80,10 @@ def _kernel(
     schedule: Schedule,
     out_type: list[jax.ShapeDtypeStruct],
 ) -> Callable[..., list[jax.Array]]:
-    warpgroups, size = config.warpgroups, problem.head_size
-    form = TileForm(size=size, dtype=problem.dtype, in_panels=problem.in_panels)
-    out_form = replace(form, size=size // config.output_parts)
-    forms = {"q": form, "k": form, "v": form, "out": out_form}
+    warpgroups = config.warpgroups
+    form, value_form = problem.forms
+    out_form = replace(value_form, size=problem.value_size // config.output_parts)
+    forms = {"q": form, "k": form, "v": value_form, "out": out_form}
 
     def attention(q_ref, k_ref, v_ref, extra_refs, *refs):
         *results, buffers, barriers = refs
@@ -109,7 +110,7 @@ def _kernel(
     buffers = {
         "q": form.scratch(warpgroups, ROWS),
         "k": form.scratch(STAGES, config.columns),
-        "v": form.scratch(STAGES, config.columns),
+        "v": value_form.scratch(STAGES, config.columns),
         "lse": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
     }
     if config.own_output:
@@ -122,7 +123,7 @@ def _kernel(
         "q_empty": plgpu.Barrier(num_barriers=warpgroups),
         "k_full": plgpu.Barrier(num_arrivals=form.copies + has_segments, num_barriers=STAGES),
         "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
-        "v_full": plgpu.Barrier(num_arrivals=form.copies, num_barriers=STAGES),
+        "v_full": plgpu.Barrier(num_arrivals=value_form.copies, num_barriers=STAGES),
         "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
     }
     if config.ping_pong and warpgroups > 1:
@@ -133,7 +134,7 @@ def _kernel(
         blocks=schedule.blocks,
         consumers=warpgroups,
         scratch=(buffers, barriers),
-        products=problem.product and problem.product.times(2),
+        products=problem.products(1, 1),
         # Only TMA and tensor cores read shared memory, and there are no sums across warps.
         automatic_barriers=False,
         reduction_scratch_bytes=0,

@@ -49,7 +49,7 @@ class Schedule:
         # With a window, a block for each tile need not begin with the longest.
         is_dealt = masking.left is None or blocks is not None
         differs = masking.right is not None and is_dealt and not masking.has_segments
-        pairs = max(1, L2_BYTES // (4 * masking.keys * problem.head_size))
+        pairs = max(1, L2_BYTES // (2 * masking.keys * (problem.head_size + problem.value_size)))
         section = problem.group
         if differs:
             whole = problem.batch * problem.key_heads
