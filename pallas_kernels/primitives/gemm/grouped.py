@@ -2,8 +2,8 @@
 
 A schedule, which XLA computes from the sizes of the groups, lists tiles of rows: each has rows of one group, or rows
 that belong to none, whose results are zero. There is at most one tile more for each group than for as many rows in one
-group. The grid has them all; blocks pass over what is left. Tiles begin at any row. So operands and results lie in
-panels (`row_tiles`), of which TMA loads and stores any number of rows.
+group; blocks share those that there are. Tiles begin at any row. So operands and results lie in panels (`row_tiles`),
+of which TMA loads and stores any number of rows.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.hopper import TMA_ROWS
 from pallas_kernels.primitives.platform import varying_like
 
-_FEW = TMA_ROWS
-"""Up to so many rows of a tile, no others are loaded."""
+_LOADED = (TMA_ROWS, 64)
+"""Rows that tiles of so many or fewer load; others load all."""
 
-Schedule = tuple[jax.Array, jax.Array, jax.Array]
-"""Each tile's group, its first row, and the end of its group's rows, (tiles,) int32 each."""
+Schedule = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""Each tile's group, its first row, and the end of its group's rows, (most tiles,) int32; the number of tiles, (1,)."""
 
 
 def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -54,7 +54,7 @@ def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Arra
 
 
 def schedule_of(group_sizes: jax.Array, rows: int, tile: int) -> Schedule:
-    """Returns tiles of at most `tile` rows. Those that are left over have none: they begin and end at row 0."""
+    """Returns tiles of at most `tile` rows."""
     starts, ends = group_bounds(group_sizes, rows)
     counts = -(-(ends - starts) // tile)
     group = jnp.arange(counts.size)
@@ -65,7 +65,7 @@ def schedule_of(group_sizes: jax.Array, rows: int, tile: int) -> Schedule:
     def of_own(values):
         return jnp.sum(jnp.where(is_own, values, 0), axis=1, dtype=jnp.int32)
 
-    return of_own(group), of_own(starts + place * tile), of_own(ends)
+    return of_own(group), of_own(starts + place * tile), of_own(ends), jnp.sum(counts, keepdims=True)
 
 
 def grouped_product(
@@ -152,9 +152,12 @@ def _roles(problem: Problem, pieces: Pieces, epilogue: Epilogue, dtypes: Sequenc
         @pl.when(tile.is_product)
         def _():
             own = [ref.at[tile.group] for ref in w_refs]
-            for rows, is_enough in ((_FEW, tile.count <= _FEW), (problem.config.tile_m, tile.count > _FEW)):
+            fewer = 0
+            for rows in (*(few for few in _LOADED if few < problem.config.tile_m), problem.config.tile_m):
                 producer = Producer(problem=problem, ring=ring, a=x_refs, b=own, rows=rows)
-                pl.when(is_enough)(partial(producer.tile, tile.first, column, None, before))
+                is_own = (tile.count > fewer) & (tile.count <= rows)
+                pl.when(is_own)(partial(producer.tile, tile.first, column, None, before))
+                fewer = rows
 
     def produce() -> None:
         steps = _for_each_tile(problem, schedule, groups, load_tile)
@@ -194,12 +197,13 @@ def _for_each_tile(problem: Problem, schedule: Sequence[Any], groups: int, work:
 
     before: the number of steps of the block's earlier tiles.
     """
-    rows, columns = schedule[0].shape[0], problem.grid[1]
+    *tiles, number = schedule
+    rows, columns = number[0], problem.grid[1]
 
     @plgpu.nd_loop((rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
     def steps(info, carry):
-        i, j = plgpu.planar_snake(info.index[0], (rows, columns), 0, min(problem.config.group, rows))
-        group, first, end = (each[i] for each in schedule)
+        i, j = plgpu.planar_snake(info.index[0], (rows, columns), 0, problem.config.group)
+        group, first, end = (each[i] for each in tiles)
         count = jnp.minimum(end - first, problem.config.tile_m)
         is_product = (group < groups) & (count > 0)
         tile = RowTile(group=group, first=first, count=count, is_product=is_product)
