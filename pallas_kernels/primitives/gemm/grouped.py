@@ -35,7 +35,8 @@ _LOADED = (TMA_ROWS, 64)
 """Rows that tiles of so many or fewer load; others load all."""
 
 Schedule = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-"""Each tile's group, its first row, and the end of its group's rows, (most tiles,) int32; the number of tiles, (1,)."""
+"""Each tile's group, its first row, and the end of its group's rows, (most tiles,) int32, of which tiles that there are
+not hold anything; and the number of tiles up to each group's last."""
 
 
 def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -44,7 +45,7 @@ def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Arra
     Negative sizes count as zero, and groups that would end behind the last row end there. These are sums of a
     comparison, not `jnp.cumsum`, as XLA fuses them to one launch.
     """
-    sizes = jnp.append(jnp.clip(group_sizes.astype(jnp.int32), 0, rows), rows)
+    sizes = jnp.pad(jnp.clip(group_sizes.astype(jnp.int32), 0, rows), (0, 1), constant_values=rows)
     place = jnp.arange(sizes.size)
     starts, ends = (
         jnp.sum(jnp.where(is_before, sizes, 0), axis=1)
@@ -57,15 +58,11 @@ def schedule_of(group_sizes: jax.Array, rows: int, tile: int) -> Schedule:
     """Returns tiles of at most `tile` rows."""
     starts, ends = group_bounds(group_sizes, rows)
     counts = -(-(ends - starts) // tile)
-    group = jnp.arange(counts.size)
-    before = jnp.sum(jnp.where(group < group[:, None], counts, 0), axis=1)
-    place = jnp.arange(-(-rows // tile) + group_sizes.size)[:, None] - before
-    is_own = (place >= 0) & (place < counts)
-
-    def of_own(values):
-        return jnp.sum(jnp.where(is_own, values, 0), axis=1, dtype=jnp.int32)
-
-    return of_own(group), of_own(starts + place * tile), of_own(ends), jnp.sum(counts, keepdims=True)
+    place = jnp.arange(counts.size)
+    last = jnp.sum(jnp.where(place <= place[:, None], counts, 0), axis=1)
+    number = jnp.arange(-(-rows // tile) + group_sizes.size)
+    group = jnp.sum(last <= number[:, None], axis=1, dtype=jnp.int32)
+    return group, starts[group] + (number - last[group] + counts[group]) * tile, ends[group], last
 
 
 def grouped_product(
@@ -197,8 +194,8 @@ def _for_each_tile(problem: Problem, schedule: Sequence[Any], groups: int, work:
 
     before: the number of steps of the block's earlier tiles.
     """
-    *tiles, number = schedule
-    rows, columns = number[0], problem.grid[1]
+    *tiles, last = schedule
+    rows, columns = last[groups], problem.grid[1]
 
     @plgpu.nd_loop((rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
     def steps(info, carry):
