@@ -35,8 +35,8 @@ _LOADED = (TMA_ROWS, 64)
 """Rows that tiles of so many or fewer load; others load all."""
 
 Schedule = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-"""Each tile's group, its first row, and the end of its group's rows, (most tiles,) int32, of which tiles that there are
-not hold anything; and the number of tiles up to each group's last."""
+"""Each tile's group, its first row, and the end of its group's rows, (most tiles,) int32, with anything behind the last
+tile; and the number of tiles up to the last one of each group."""
 
 
 def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
