@@ -67,5 +67,34 @@ def test_one_product_for_gate_and_up(sites):
     assert sites(experts, X, jnp.concatenate([GATE, UP], 2), SIZES)[-1] == "grouped_linear"
 
 
+@pytest.mark.parametrize("loop", ["scan", "remat"])
+def test_experts_of_each_layer(sites, loop):
+    def layer(x, weights):
+        gate, up, down = weights
+        hidden = jax.nn.silu(lax.ragged_dot(x, gate, SIZES)) * lax.ragged_dot(x, up, SIZES)
+        return x + lax.ragged_dot(hidden, down, SIZES), None
+
+    def layers(x, *weights):
+        if loop == "scan":
+            return lax.scan(layer, x, [jnp.stack([each, each]) for each in weights])[0]
+        return jax.checkpoint(layer)(x, weights)[0]
+
+    assert sites(layers, X, GATE, UP, DOWN) == ["grouped_gated_linear", "grouped_linear"]
+
+
+def test_weights_contracted_along_their_last_axis(sites):
+    """As in the gradient of the rows, and where weights are stored so."""
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+    told = []
+
+    def product(x, w, s):
+        return jax.nn.silu(lax.ragged_dot_general(x, w, s, numbers))
+
+    assert sites(product, X, DOWN, SIZES, told=told.append) == ["grouped_linear"]
+    assert told[0].taken[0].options["transpose"]
+
+
 def test_weights_that_are_transposed(sites):
     assert sites(lambda x, w, s: lax.ragged_dot(x, w.swapaxes(1, 2), s), X, DOWN, SIZES) == ["grouped_linear"]
