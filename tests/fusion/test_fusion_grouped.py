@@ -102,7 +102,7 @@ def test_weights_that_are_transposed(sites):
 
 
 def maxtext(inputs, router, w0, w1, wo, *, chosen=2, tile=64):
-    """MaxText's `sparse_matmul` with `ragged_dot`, retold: sorted tokens, padded rows, names for the rematerialization."""
+    """MaxText's `sparse_matmul` with `ragged_dot`, retold: sorted tokens, padded rows, names for remat."""
     dtype, experts = inputs.dtype, w0.shape[0]
     tokens = inputs.reshape(-1, inputs.shape[-1])
     weights, selected = lax.top_k(tokens @ router, chosen)
