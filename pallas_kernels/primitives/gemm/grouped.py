@@ -29,7 +29,7 @@ from pallas_kernels.primitives.gemm.pipeline import Producer, Ring, ring_types
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.hopper import TMA_ROWS
-from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.platform import target_device, varying_like
 
 _LOADED = (TMA_ROWS, 64)
 """Rows that tiles of so many or fewer load; others load all."""
@@ -119,6 +119,7 @@ def grouped_product(
             [pieces.scratch(dtype, config.warpgroups) for dtype in dtypes],
             plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
         ),
+        blocks=min(target_device().core_count, schedule[0].size * problem.grid[1]),
     )
     results = kernel(schedule, list(x), list(weights), extras)
     return tuple(varying_like(result, *schedule, *x, *weights, *extras.values()) for result in results)
