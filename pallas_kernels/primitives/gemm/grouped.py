@@ -31,8 +31,8 @@ from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.hopper import TMA_ROWS
 from pallas_kernels.primitives.platform import target_device, varying_like
 
-_LOADED = (TMA_ROWS, 64)
-"""Rows that tiles of so many or fewer load; others load all."""
+_FEW = TMA_ROWS
+"""Up to so many rows of a tile, no others are loaded."""
 
 Schedule = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 """Each tile's group, its first row, and the end of its group's rows, (most tiles,) int32, with anything behind the last
@@ -150,12 +150,9 @@ def _roles(problem: Problem, pieces: Pieces, epilogue: Epilogue, dtypes: Sequenc
         @pl.when(tile.is_product)
         def _():
             own = [ref.at[tile.group] for ref in w_refs]
-            fewer = 0
-            for rows in (*(few for few in _LOADED if few < problem.config.tile_m), problem.config.tile_m):
+            for rows, is_enough in ((_FEW, tile.count <= _FEW), (problem.config.tile_m, tile.count > _FEW)):
                 producer = Producer(problem=problem, ring=ring, a=x_refs, b=own, rows=rows)
-                is_own = (tile.count > fewer) & (tile.count <= rows)
-                pl.when(is_own)(partial(producer.tile, tile.first, column, None, before))
-                fewer = rows
+                pl.when(is_enough)(partial(producer.tile, tile.first, column, None, before))
 
     def produce() -> None:
         steps = _for_each_tile(problem, schedule, groups, load_tile)
