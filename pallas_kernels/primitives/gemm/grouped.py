@@ -42,16 +42,13 @@ tile; and the number of tiles up to the last one of each group."""
 def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """Returns where each group's rows start and end, (groups + 1,) int32 each; last are the rows of no group.
 
-    Negative sizes count as zero, and groups that would end behind the last row end there. These are sums of a
-    comparison, not `jnp.cumsum`, as XLA fuses them to one launch.
+    Negative sizes count as zero, and groups that would end behind the last row end there. Sums of a comparison are one
+    launch, `jnp.cumsum` would be several.
     """
     sizes = jnp.pad(jnp.clip(group_sizes.astype(jnp.int32), 0, rows), (0, 1), constant_values=rows)
     place = jnp.arange(sizes.size)
-    starts, ends = (
-        jnp.sum(jnp.where(is_before, sizes, 0), axis=1)
-        for is_before in (place < place[:, None], place <= place[:, None])
-    )
-    return jnp.minimum(starts, rows), jnp.minimum(ends, rows)
+    ends = jnp.sum(jnp.where(place <= place[:, None], sizes, 0), axis=1)
+    return jnp.minimum(ends - sizes, rows), jnp.minimum(ends, rows)
 
 
 def schedule_of(group_sizes: jax.Array, rows: int, tile: int) -> Schedule:
