@@ -15,6 +15,7 @@ PATTERNS = {
     "dropout_residual_norm": "dropout, a residual sum and a normalization of rows",
     "embedding": "a sum of rows into the rows of a table, at indices",
     "gated_linear": "two products of one input, one activated, multiplied with each other",
+    "grouped_linear": "a product of groups of rows with a matrix for each group",
     "layer_norm": "a normalization of rows that subtracts their mean",
     "linear": "a product and element-wise work on its result",
     "linear_cross_entropy": "a product and the cross-entropy of its rows",

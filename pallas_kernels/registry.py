@@ -20,8 +20,7 @@ from pallas_kernels.ops.embedding.specs import EMBEDDING
 from pallas_kernels.ops.embedding_bag.specs import EMBEDDING_BAG
 from pallas_kernels.ops.gated_activation.specs import GATED_ACTIVATION
 from pallas_kernels.ops.gated_linear.specs import GATED_LINEAR
-from pallas_kernels.ops.grouped_gated_linear.specs import GROUPED_GATED_LINEAR
-from pallas_kernels.ops.grouped_linear.specs import GROUPED_LINEAR
+from pallas_kernels.ops.grouped_linear.specs import GROUPED_GATED_LINEAR, GROUPED_LINEAR
 from pallas_kernels.ops.layer_norm.specs import LAYER_NORM
 from pallas_kernels.ops.linear.specs import LINEAR
 from pallas_kernels.ops.linear_cross_entropy.specs import LINEAR_CROSS_ENTROPY

@@ -106,6 +106,14 @@ def _turned(matrix: jax.Array) -> jax.Array:
     return _array(*matrix.shape[::-1], dtype=matrix.dtype)
 
 
+def _groups_unsupported(launches: Sequence[LaunchRow]) -> str | None:
+    """Returns why grouped_linear can take the factors of none of the products among the launches."""
+    known = [_struct(shape) for each in launches if is_product(each) for shape in (factors(each) or ())[:2]]
+    rows = [_array(_ORDINARY, _ORDINARY, dtype=struct.dtype) for struct in known if struct is not None]
+    sizes = _array(1, dtype="int32")
+    return _all_refused(_refusal("grouped_linear", x, _array(1, *x.shape, dtype=x.dtype), sizes) for x in rows)
+
+
 def _loss_unsupported(launches: Sequence[LaunchRow]) -> str | None:
     """Returns why linear_cross_entropy cannot take the product, or would leave it to XLA."""
     if reason := _products_unsupported(launches):
@@ -210,6 +218,7 @@ _CHECKS: dict[str, Check] = {
     "attention": _attention_unsupported,
     "batch_norm": _features_unsupported,
     "embedding": _sums_unsupported,
+    "grouped_linear": _groups_unsupported,
     "linear_cross_entropy": _loss_unsupported,
     "lora_linear": lambda launches: None,  # which of its three products is x @ w, the launches do not tell
     "padded_product": lambda launches: None,
@@ -230,6 +239,8 @@ _CALLS = {
     "dropout_residual_norm": "y, summed = dropout_residual_norm(x, scale, residual=residual, rate=rate, key=key)",
     "embedding": "rows = embedding(table, ids)",
     "gated_linear": 'y = gated_linear(x, w_gate, w_up, activation="silu")',
+    "grouped_gated_linear": 'y = grouped_gated_linear(x, w_gate, w_up, group_sizes, activation="silu")',
+    "grouped_linear": "y = grouped_linear(x, w, group_sizes)  # where jax.lax.ragged_dot was",
     "layer_norm": "y = layer_norm(x, scale, bias)\n"
     "# or of a sum, which it returns too:\n"
     "y, summed = layer_norm(x, scale, bias, residual=residual)",
@@ -283,26 +294,30 @@ def catalogue_of(findings: Sequence[Finding] | None) -> Catalogue:
         if own.name not in sought:
             found.append(own)
             continue
-        for name in (own.name, *(name for name in taken if name != own.name), own.name):
-            facts = _Facts(findings=findings, name=name, pattern=own.name)
-            found.append(_kernel(name, own.name, facts.unsupported, facts.note))
+        for name in (own.name, *(name for name in taken if name != own.name), ""):
+            facts = _Facts(findings=findings, name=name or own.name, pattern=own.name, is_last=not name)
+            found.append(_kernel(facts.name, own.name, facts.unsupported, facts.note))
     return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """What `fuse` finds of one operation, where the analyzer sees the pattern of an operation."""
+    """What `fuse` finds of one operation, where the analyzer sees the pattern of an operation.
+
+    is_last: whether no other operation is left to ask, so that one may be named that `fuse` says nothing of.
+    """
 
     findings: Sequence[Finding]
     name: str
     pattern: str
+    is_last: bool
 
     def unsupported(self, launches: Sequence[LaunchRow]) -> str | None:
         """Returns why the operation cannot take the place of the launches, or None if it can."""
         lines = self._lines(launches)
         if self._taken(lines) is not None:
             return None
-        if self.name != self.pattern:
+        if not self.is_last:
             return f"fuse does not call {self.name} here"
         near = self._near(lines, self.name)
         if near is None:
@@ -327,9 +342,10 @@ class _Facts:
         """Returns the site that takes the launches; of the pattern's own operation it need not take the first.
 
         A product before an operation on rows stays a product. Of attention the launches are those of the whole program.
+        Launches of XLA's own making have no line.
         """
         own = self.name == self.pattern
-        needed = lines[1:] if own and len(lines) > 1 else lines
+        needed = [some for some in (lines[1:] if own and len(lines) > 1 else lines) if some]
         enough = any if self.pattern == "attention" else all
         fitting = (
             each

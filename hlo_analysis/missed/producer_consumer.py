@@ -27,7 +27,7 @@ from hlo_analysis.patterns.redundant_reads import find_ancestors
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Decision, Device, Intermediate
 from hlo_analysis.remedies import Remedy, Table, of_filled, takes_part, vertical_remedy
-from hlo_analysis.remedies.grouped import GROUPED, wasted_us
+from hlo_analysis.remedies.grouped import is_grouped, wasted_us
 from hlo_analysis.remedies.loop_texts import INVARIANT, SUMMED_IN_CARRY
 from hlo_analysis.remedies.recomputed import RECOMPUTED_PAIRS
 from hlo_analysis.remedies.texts import (
@@ -157,7 +157,7 @@ def _saved(
     """Returns the bytes that a remedy saves, the microseconds by launch, and the launches that it removes."""
     if remedy is ROWS_UPDATED:
         return *_traffic((producer, *near), device), [producer]
-    if remedy is GROUPED:
+    if is_grouped(remedy):
         is_inside = producer.index in table.expanded  # else the kernel reads it where a launch masks it
         at_stake, saved_us = _cost(producer, near, stakes, device) if is_inside else _reads(near, stakes, device)
         return at_stake, saved_us | wasted_us(table, near, device.launch_overhead_us), [producer] * is_inside

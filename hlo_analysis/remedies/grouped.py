@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from hlo_analysis.patterns.launch_patterns import is_product
+from hlo_analysis.patterns.launch_patterns import is_product, only_moves
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
 
-GROUPED = Remedy(
+_GROUPED = Remedy(
     kind="kernel",
-    code="from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot  # for Hopper\n\n"
-    "y = ragged_dot(x, w, group_sizes=group_sizes, block_m=128, block_n=128, block_k=64, max_concurrent_steps=4, "
-    "grid_block_n=1)",
-    text="a grouped product, each group's rows times that group's matrix alone (as ragged_dot of "
-    "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu on Hopper): XLA writes the rows once for every group, all but one "
-    "of them zeros, and multiplies all of it",
+    pattern="grouped_linear",
+    text="a grouped product, each group's rows times that group's matrix alone: XLA multiplies all rows by every "
+    "group's matrix{expansion}",
 )
+EPILOGUE = Remedy(
+    kind="kernel",
+    pattern="grouped_linear",
+    text="what follows the grouped product done in its epilogue (an activation, a gate, the sum of two products), "
+    "before the result is written",
+)
+
+
+def is_grouped(remedy: Remedy) -> bool:
+    """Whether a remedy makes one grouped product of XLA's expansion."""
+    return remedy.pattern == _GROUPED.pattern
 
 
 def of_groups(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:
@@ -26,7 +35,38 @@ def of_groups(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -
         return None
     is_inside = producer.index in table.expanded and not is_product(producer)
     is_to_mask = all(_groups_masked(reader) > 1 for reader in readers)
-    return GROUPED if is_inside or is_to_mask or _groups_masked(producer) > 1 else None
+    return of_operand(table, readers) if is_inside or is_to_mask or _groups_masked(producer) > 1 else None
+
+
+def of_operand(table: Table, readers: Sequence[LaunchRow]) -> Remedy:
+    """The remedy for a value that grouped products read, or what masks, transposes or pads for them."""
+    products = list(_products(table, readers))
+    made = {launch.index: launch for product in products for launch in _made_for(table, product)}.values()
+    copies = [launch for launch in made if only_moves(launch) or _groups_masked(launch) > 1]
+    written = sum(launch.bytes_written * launch.repeat for launch in copies)
+    groups = max((_groups_multiplied(table, product) for product in products), default=1)
+    expansion = f", {groups} times the arithmetic" if groups > 1 else ""
+    expansion += f", and writes {written / 1e6:,.0f} MB of copies, most of them zeros" if written else ""
+    return replace(_GROUPED, text=_GROUPED.text.format(expansion=expansion))
+
+
+def _products(table: Table, launches: Sequence[LaunchRow]) -> Iterator[LaunchRow]:
+    """Yields the grouped products among launches, and those that what the others make is for."""
+    for launch in launches:
+        if is_product(launch):
+            yield launch
+        elif launch.index in table.expanded:
+            yield from _products(
+                table, [reader for reader in table.readers[launch.index] if reader.index > launch.index]
+            )
+
+
+def _made_for(table: Table, reader: LaunchRow) -> Iterator[LaunchRow]:
+    """Yields the launches that mask, transpose or pad for a grouped product."""
+    for launch in table.producers(reader):
+        if launch.index in table.expanded and launch.index < reader.index and not is_product(launch):
+            yield launch
+            yield from _made_for(table, launch)
 
 
 def wasted_us(table: Table, ends: Sequence[LaunchRow], overhead_us: float) -> dict[int, float]:
@@ -40,16 +80,8 @@ def wasted_us(table: Table, ends: Sequence[LaunchRow], overhead_us: float) -> di
 
 def _groups_multiplied(table: Table, product: LaunchRow) -> int:
     """The number of groups that a product's factors were masked for, 1 where no launch shows it."""
-    found, queue, seen = 1, table.producers(product), set[int]()
-    while queue:
-        launch = queue.pop()
-        if launch.index in seen:
-            continue
-        seen.add(launch.index)
-        found = max(found, _groups_masked(launch))
-        if launch.index in table.expanded and not is_product(launch):  # may only transpose what another masked
-            queue += table.producers(launch)
-    return found
+    near = (*table.producers(product), *_made_for(table, product))
+    return max((_groups_masked(launch) for launch in near), default=1)
 
 
 def _groups_masked(launch: LaunchRow) -> int:

@@ -30,8 +30,7 @@ from hlo_analysis.patterns.pair_patterns import (
     sets_values,
 )
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.remedies import loop_texts, texts
-from hlo_analysis.remedies.grouped import GROUPED
+from hlo_analysis.remedies import grouped, loop_texts, texts
 from hlo_analysis.remedies.joined import split_weight
 from hlo_analysis.remedies.low_rank import corrects
 from hlo_analysis.remedies.recomputed import RECOMPUTED_PAIRS, is_pairwise
@@ -67,7 +66,7 @@ def kept_value_remedy(table: Table, producer: LaunchRow, name: str, catalogue: C
 
 def _before_product(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
     if any(map(computes_groups, readers)):
-        return GROUPED
+        return grouped.of_operand(table, readers)
     if is_one_hot(producer, readers):
         return texts.INDEXED
     if dequantizes(producer):
@@ -99,7 +98,7 @@ def _after_product(table: Table, product: LaunchRow, readers: Sequence[LaunchRow
     if corrects(table, product, readers):
         return texts.LORA_LINEAR
     if any(_gates(reader, table.launches) for reader in readers):
-        return texts.GATED_LINEAR
+        return grouped.EPILOGUE if computes_groups(product) else texts.GATED_LINEAR
     if all(map(is_product, readers)):
         return texts.CHAINED
     is_softmax = all(any(has(reader, opcode) for reader in readers) for opcode in ("exponential", "reduce"))
@@ -114,9 +113,9 @@ def _after_product(table: Table, product: LaunchRow, readers: Sequence[LaunchRow
         return texts.RESIDUAL_NORM
     if any(has(reader, "reduce") and reader.kind in ("reduction", "triton") for reader in readers):
         return _reduced(table, product, readers)
-    # The kernels of the catalogue multiply by one matrix, not by one for each group.
-    is_single = product.phase == "forward" and not computes_groups(product)
-    return texts.LINEAR_EPILOGUE if is_single else texts.EPILOGUE
+    if computes_groups(product):
+        return grouped.EPILOGUE
+    return texts.LINEAR_EPILOGUE if product.phase == "forward" else texts.EPILOGUE
 
 
 def _reduced(table: Table, product: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
@@ -170,7 +169,8 @@ def shared_input_remedy(readers: Sequence[LaunchRow], shared: str) -> Remedy | N
             return texts.MERGE_LOOPS
         is_for_gradient = any("jvp(" in stack.op_name for stack in stacks)
         return loop_texts.RECOMPUTED if is_for_gradient else loop_texts.UNROLLED
-    return texts.MERGE_PRODUCTS if can_merge(readers, shared) else None
+    is_single = not any(map(computes_groups, readers))  # a grouped product reads no copies that others share
+    return texts.MERGE_PRODUCTS if is_single and can_merge(readers, shared) else None
 
 
 def _gates(launch: LaunchRow, launches: Sequence[LaunchRow]) -> bool:

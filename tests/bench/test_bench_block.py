@@ -117,6 +117,9 @@ def test_flops_are_those_of_unmasked_work():
     assert block.flops(config, (2, 4096), "grad") == 3 * (2 * rows * matrices + attended)
     full = dataclasses.replace(config, is_causal=False)
     assert block.flops(full, (1, 1), "forward") == 2 * matrices + 4 * 32 * 128
+    # Mixtral's tokens go through two of eight such MLPs.
+    routed = 4096 * (8 + 3 * 14336)
+    assert block.flops(get_preset("mixtral-8x7b"), (2, 4096), "forward") == 2 * rows * (matrices + routed) + attended
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from rewriting import normal
 
 ROWS, FEATURES, HIDDEN, GROUPS = 48, 128, 192, 3
@@ -67,5 +68,66 @@ def test_one_product_for_gate_and_up(sites):
     assert sites(experts, X, jnp.concatenate([GATE, UP], 2), SIZES)[-1] == "grouped_linear"
 
 
+@pytest.mark.parametrize("loop", ["scan", "remat"])
+def test_experts_of_each_layer(sites, loop):
+    def layer(x, weights):
+        gate, up, down = weights
+        hidden = jax.nn.silu(lax.ragged_dot(x, gate, SIZES)) * lax.ragged_dot(x, up, SIZES)
+        return x + lax.ragged_dot(hidden, down, SIZES), None
+
+    def layers(x, *weights):
+        if loop == "scan":
+            return lax.scan(layer, x, [jnp.stack([each, each]) for each in weights])[0]
+        return jax.checkpoint(layer)(x, weights)[0]
+
+    assert sites(layers, X, GATE, UP, DOWN) == ["grouped_gated_linear", "grouped_linear"]
+
+
+def test_weights_contracted_along_their_last_axis(sites):
+    """As in the gradient of the rows, and where weights are stored so."""
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+    told = []
+
+    def product(x, w, s):
+        return jax.nn.silu(lax.ragged_dot_general(x, w, s, numbers))
+
+    assert sites(product, X, DOWN, SIZES, told=told.append) == ["grouped_linear"]
+    assert told[0].taken[0].options["transpose"]
+
+
 def test_weights_that_are_transposed(sites):
     assert sites(lambda x, w, s: lax.ragged_dot(x, w.swapaxes(1, 2), s), X, DOWN, SIZES) == ["grouped_linear"]
+
+
+def maxtext(inputs, router, w0, w1, wo, *, chosen=2, tile=64):
+    """MaxText's `sparse_matmul` with `ragged_dot`, retold: sorted tokens, padded rows, names for remat."""
+    dtype, experts = inputs.dtype, w0.shape[0]
+    tokens = inputs.reshape(-1, inputs.shape[-1])
+    weights, selected = lax.top_k(tokens @ router, chosen)
+    weights = jax.nn.softmax(wide(weights), axis=-1).astype(dtype)
+    order = jnp.argsort(jnp.ravel(selected))
+    x = jnp.take(tokens, indices=order // chosen, axis=0).astype(dtype)
+    sizes = jnp.bincount(jnp.ravel(selected), length=experts)
+
+    def gmm(x, kernel):
+        rows = x.shape[0]
+        if padding := -rows % tile:
+            x = lax.pad(wide(x), 0.0, [(0, padding, 0), (0, 0, 0)])
+        y = lax.ragged_dot(x.astype(dtype), kernel.astype(dtype), sizes, preferred_element_type=dtype)
+        return y[:rows] if padding else y
+
+    gate, up = checkpoint_name(gmm(x, w0), "mlpwi_0"), checkpoint_name(gmm(x, w1), "mlpwi_1")
+    y = checkpoint_name(gmm(jnp.multiply(jax.nn.silu(gate), up), wo), "mlpwo")
+    y = jnp.take(y, indices=jnp.argsort(order), axis=0).reshape(-1, chosen, y.shape[-1])
+    return jnp.einsum("BKE,BK->BE", wide(y), wide(weights)).reshape(inputs.shape).astype(dtype)
+
+
+@pytest.mark.parametrize("length", [32, 24], ids=["whole tiles", "padded rows"])
+def test_maxtext(sites, length):
+    """The names and the padding leave gate and up apart."""
+    router = normal((FEATURES, GROUPS), seed=5).astype(jnp.bfloat16)
+    x = normal((2, length, FEATURES), seed=6).astype(jnp.bfloat16)
+    taken = sites(maxtext, x, router, GATE, UP, DOWN, checks=False)  # rounding may send a token elsewhere
+    assert taken.count("grouped_linear") == 3

@@ -37,6 +37,7 @@ GPT = replace(
     block=replace(SMALL, norm="layer_norm", mlp="gelu", rope_theta=None, use_bias=True),
     learned_positions=32,
 )
+EXPERTS = replace(LLAMA, block=replace(SMALL, num_experts=4, experts_per_token=2))
 
 
 def generate(decoder, params, prompts, count, *, length):
@@ -50,7 +51,7 @@ def generate(decoder, params, prompts, count, *, length):
     return jnp.concatenate(tokens, axis=1)
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("config", [LLAMA, GPT, EXPERTS], ids=["llama", "gpt", "experts"])
 def test_decoding_with_a_cache_takes_the_likeliest_tokens(config):
     decoder = Decoder(config)
     params = decoder.params(jax.random.key(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ GPT2 = BlockConfig(
     use_bias=True,
     dropout_rate=0.25,
 )
+EXPERTS = dataclasses.replace(LLAMA, name="experts", num_experts=5, experts_per_token=2)
 
 KERNELS = FusionPlan(
     attention_norm="mosaic",
@@ -87,6 +89,8 @@ def numpy_block(config: BlockConfig, params: dict, x: np.ndarray, positions: np.
                 mixed[b, t, own] = (weights / weights.sum()) @ value[b, :last, shared]
     x = x + linear(params["output"], mixed)
     normed = norm(params["mlp_norm"], x)
+    if config.num_experts:
+        return x + np.apply_along_axis(partial(numpy_experts, config, params["experts"]), -1, normed)
     up = linear(params["up"], normed)
     if config.mlp == "swiglu":
         gate = linear(params["gate"], normed)
@@ -96,7 +100,18 @@ def numpy_block(config: BlockConfig, params: dict, x: np.ndarray, positions: np.
     return x + linear(params["down"], hidden)
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT2, dataclasses.replace(LLAMA, is_causal=False)], ids=lambda c: c.name)
+def numpy_experts(config: BlockConfig, params: dict, token: np.ndarray) -> np.ndarray:
+    scores = token @ params["router"]
+    best = np.argsort(scores)[-config.experts_per_token :]
+    weights = np.exp(scores[best]) / np.exp(scores[best]).sum()
+    gated = [token @ params["gate"][expert] for expert in best]
+    hidden = [g / (1 + np.exp(-g)) * (token @ params["up"][expert]) for g, expert in zip(gated, best, strict=True)]
+    return sum(w * (h @ params["down"][expert]) for w, h, expert in zip(weights, hidden, best, strict=True))
+
+
+@pytest.mark.parametrize(
+    "config", [LLAMA, GPT2, EXPERTS, dataclasses.replace(LLAMA, is_causal=False)], ids=lambda c: c.name
+)
 @pytest.mark.parametrize("shape", [(2, 5), (1, 1), (3, 2)])
 def test_block_is_what_numpy_computes(config, shape):
     config = dataclasses.replace(config, dtype="float64", param_dtype="float64")
@@ -115,6 +130,8 @@ def test_block_is_what_numpy_computes(config, shape):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_bfloat16_is_near_float32(preset):
     config = dataclasses.replace(get_preset(preset), hidden_size=256, mlp_size=512)
+    experts = min(config.num_experts, 4)  # all of them: rounding may change a choice
+    config = dataclasses.replace(config, num_experts=experts, experts_per_token=experts)
     params = initial_params(config)
     function, (_, x, *_) = block_function(config, (2, 8))
     wide, _ = block_function(dataclasses.replace(config, dtype="float32"), (2, 8))
@@ -206,6 +223,11 @@ def test_dropout_acts_only_with_a_key():
             "attention_norm qkv_projection attention output_projection attention_residual mlp_norm up_projection "
             "activation down_projection mlp_residual",
         ),
+        (
+            "mixtral-8x7b",
+            "attention_norm qkv_projection rope attention output_projection attention_residual mlp_norm router "
+            "gate_up_projection activation down_projection experts_sum mlp_residual",
+        ),
     ],
 )
 @pytest.mark.parametrize("mode", ["forward", "grad"])
@@ -240,6 +262,26 @@ def test_heads_that_do_not_group_are_refused():
 def test_odd_head_dim_with_rope_is_refused():
     with pytest.raises(ValueError, match="head_dim must be even, got 7"):
         dataclasses.replace(LLAMA, head_dim=7)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"experts_per_token": 6}, "between 1 and num_experts, or both 0, got 6 and 5"),
+        ({"experts_per_token": 0}, "between 1 and num_experts, or both 0, got 0 and 5"),
+        ({"mlp": "gelu"}, "experts are SwiGLU"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(EXPERTS, **changed)
+
+
+def test_mixtral_has_the_published_number_of_weights():
+    _, (params, *_) = block_function("mixtral-8x7b", (1, 8))
+    # 32 such layers, two embeddings of 32000 tokens and the last norm: Mixtral 8x7B's 46,702,792,704.
+    weights = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert 32 * weights + 2 * 32000 * 4096 + 4096 == 46_702_792_704
 
 
 def test_unknown_preset_names_the_nearest():

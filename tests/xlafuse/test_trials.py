@@ -12,7 +12,9 @@ import xlafuse
 from hlo_analysis import analyze, capture
 from hlo_analysis.errors import UnknownTargetError
 from hlo_analysis.records import Analysis
-from xlafuse.catalogue import KERNELS
+from hlo_analysis.targets import load_target
+from xlafuse.catalogue import KERNELS, catalogue_of
+from xlafuse.findings import find
 from xlafuse.fusion.program import FusedProgram
 
 X = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
@@ -167,3 +169,25 @@ def test_a_jitted_function_keeps_its_static_and_donated_arguments():
     assert [argument.donated for argument in traced.args_info[0]] == [True, False]
     assert traced.out_info.shape == X.shape
     assert [site.operation for site in program.sites] == ["rms_norm"]
+
+
+def experts(x, gate, up, down, sizes):
+    gated, rows = jax.lax.ragged_dot(x, gate, sizes), jax.lax.ragged_dot(x, up, sizes)
+    return jax.lax.ragged_dot(jax.nn.silu(gated) * rows, down, sizes)
+
+
+@pytest.mark.parametrize("mode", ["forward", "grad"])
+def test_experts_by_grouped_products_save_what_xla_multiplies_by_zeros(mode):
+    def struct(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    weights = struct(8, 512, 768), struct(8, 512, 768), struct(8, 768, 512)
+    shapes = struct(4096, 512), *weights, struct(8, dtype=jnp.int32)
+    findings = find(experts, shapes, load_target("h200"))
+    before = analyze(capture(experts, *shapes, mode=mode), catalogue=catalogue_of(findings))
+    tried = xlafuse.try_remedies(before, experts, *shapes)
+    found = {missed.kernel: missed for missed in tried.missed if missed.kernel}
+    assert found.keys() == {"grouped_linear", "grouped_gated_linear"}
+    saved = {name: missed.trial.saved_us for name, missed in found.items() if missed.trial}
+    assert saved["grouped_gated_linear"] > 0.4 * before.estimated_us
+    assert saved["grouped_linear"] > 0.2 * before.estimated_us

@@ -98,7 +98,7 @@ def make_case(config: BlockConfig, shape: tuple[int, int], mode: str, seed: int)
 
         def weight(path: Any, like: Any) -> jax.Array:
             is_scale = jax.tree_util.keystr(path).endswith("['scale']")
-            return is_scale + normal(like, 0.1 if like.ndim == 1 else like.shape[0] ** -0.5)
+            return is_scale + normal(like, 0.1 if like.ndim == 1 else like.shape[-2] ** -0.5)
 
         params = jax.tree_util.tree_map_with_path(weight, abstract[0])
         case: Case = (params, normal(abstract[1]))
@@ -159,10 +159,15 @@ def flops(config: BlockConfig, shape: tuple[int, int], mode: str) -> int:
     """
     batch, length = shape
     _, (params, *_) = block_function(config, shape)
-    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params) if len(leaf.shape) == 2)
+    weights = sum(math.prod(leaf.shape[-2:]) * _uses(config, leaf) for leaf in jax.tree.leaves(params))
     pairs = length * (length + 1) // 2 if config.is_causal else length * length
     forward = 2 * batch * length * weights + 4 * batch * pairs * config.num_heads * config.head_dim
     return forward * (3 if mode == "grad" else 1)
+
+
+def _uses(config: BlockConfig, weight: Any) -> int:
+    """Returns how many products with a weight's matrices each token takes part in."""
+    return {1: 0, 2: 1, 3: config.experts_per_token}[len(weight.shape)]
 
 
 def perfect_bytes(config: BlockConfig, shape: tuple[int, int], mode: str) -> int:

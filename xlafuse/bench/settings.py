@@ -78,9 +78,12 @@ class BlockSettings:
     until: seconds since the epoch after which no case starts.
     """
 
-    preset: Annotated[str, typer.Option(metavar="NAME", help="A transformer block: llama3-8b, gpt2-medium, tiny.")] = (
-        "llama3-8b"
-    )
+    preset: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="A transformer block: llama3-8b, gpt2-medium, mixtral-8x7b, qwen3-30b-a3b, tiny."
+        ),
+    ] = "llama3-8b"
     strategies: Annotated[
         tuple[str, ...],
         typer.Option(metavar="A,B,C", help="Strategies to time; see `xlafuse strategies`. Default: all."),
@@ -108,9 +111,12 @@ class ModelSettings:
     until: seconds since the epoch after which no phase starts, and no strategy or peer is compiled.
     """
 
-    model: Annotated[str, typer.Option("--preset", metavar="NAME", help="A model: llama3-8b, gpt2-medium, tiny.")] = (
-        "llama3-8b"
-    )
+    model: Annotated[
+        str,
+        typer.Option(
+            "--preset", metavar="NAME", help="A model: llama3-8b, gpt2-medium, mixtral-8x7b, qwen3-30b-a3b, tiny."
+        ),
+    ] = "llama3-8b"
     strategies: Annotated[
         tuple[str, ...], typer.Option(metavar="A,B,C", help="Strategies to time; see `xlafuse strategies`.")
     ] = ("xla", "xla_cudnn", "best")

@@ -32,7 +32,13 @@ class Mode(StrEnum):
 
 
 FN = typer.Option(metavar="MODULE:FUNCTION", help="A JAX function, given as package.module:name or file.py:name.")
-Block = Annotated[str | None, typer.Option(metavar="PRESET", help="A transformer block: llama3-8b, gpt2-medium, tiny.")]
+Block = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PRESET",
+        help="A transformer block: llama3-8b, gpt2-medium, mixtral-8x7b, qwen3-30b-a3b, tiny.",
+    ),
+]
 Fn = Annotated[str | None, FN]
 Shape = Annotated[
     list[str] | None,

@@ -13,6 +13,7 @@ import pallas_kernels
 from xlafuse.errors import InapplicablePlanError
 from xlafuse.models import kernels, layers
 from xlafuse.models.config import BlockConfig
+from xlafuse.models.experts import Experts
 from xlafuse.models.plan import FusionPlan
 
 _FUSES = ("mosaic", "best")
@@ -60,7 +61,7 @@ class KeyValueCache(NamedTuple):
 
 
 class TransformerBlock(nnx.Module):
-    """One layer of Llama 3 or GPT-2, as `config` says: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
+    """One layer of Llama 3, GPT-2 or Mixtral, as `config` says: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
     Each site has a named scope under `block`, so that whatever the compiler makes can be traced back to it. The weights
     do not depend on the plan.
@@ -85,6 +86,9 @@ class TransformerBlock(nnx.Module):
         self.value = linear(config.hidden_size, kv_size)
         self.output = linear(config.num_heads * config.head_dim, config.hidden_size)
         self.mlp_norm = Norm(config)
+        if config.num_experts:
+            self.experts = Experts(config, rngs=rngs)
+            return
         if config.mlp == "swiglu":
             self.gate = linear(config.hidden_size, config.mlp_size)
         self.up = linear(config.hidden_size, config.mlp_size)
@@ -166,6 +170,8 @@ class TransformerBlock(nnx.Module):
             x = self._add_projected(
                 x, mixed, plan.output_projection, self.output, ("output", "attention"), attention_key
             )
+            if config.num_experts:
+                return self._add_experts(x, plan, mlp_key), cache
             hidden, x = self._expand(x, plan)
             y = self._add_projected(x, hidden, plan.down_projection, self.down, ("down", "mlp"), mlp_key)
             return y, cache
@@ -241,6 +247,13 @@ class TransformerBlock(nnx.Module):
             update = self._project(layer, x, implementation)
         update = self._dropout(update, dropout_key)
         with jax.named_scope(f"{names[1]}_residual"):
+            return stream + update
+
+    def _add_experts(self, x: Array, plan: FusionPlan, dropout_key: Array | None) -> Array:
+        with jax.named_scope("mlp_norm"):
+            normed, stream = self.mlp_norm(x, plan.mlp_norm)
+        update = self._dropout(self.experts(normed, plan), dropout_key)
+        with jax.named_scope("mlp_residual"):
             return stream + update
 
     def _rotate(self, query: Array, key: Array, positions: Array | None, implementation: str) -> tuple[Array, Array]:

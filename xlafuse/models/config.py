@@ -29,6 +29,9 @@ class BlockConfig:
     use_bias: bool = False
     is_causal: bool = True
     epsilon: float = 1e-5
+    num_experts: int = 0
+    """The number of MLPs, of which each token goes through `experts_per_token`; 0: one MLP without a router."""
+    experts_per_token: int = 0
     dropout_rate: float = 0.0
     """Rate of the dropout on the outputs of attention and MLP; it acts only if a dropout key is given."""
     dtype: str = "bfloat16"
@@ -44,6 +47,13 @@ class BlockConfig:
             )
         if self.rope_theta is not None and self.head_dim % 2:
             raise ValueError(f"RoPE rotates pairs: head_dim must be even, got {self.head_dim}.")
+        if not min(self.num_experts, 1) <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                "experts_per_token must be between 1 and num_experts, or both 0, got "
+                f"{self.experts_per_token} and {self.num_experts}."
+            )
+        if self.num_experts and (self.mlp != "swiglu" or self.use_bias):
+            raise ValueError("experts are SwiGLU MLPs without biases: mlp must be 'swiglu' and use_bias False.")
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}.")
         if self.norm not in ("rms_norm", "layer_norm"):
@@ -70,6 +80,31 @@ PRESETS: dict[str, BlockConfig] = {
             rope_theta=None,
             use_bias=True,
             dropout_rate=0.1,
+        ),
+        # arXiv:2401.04088, table 1.
+        BlockConfig(
+            name="mixtral-8x7b",
+            hidden_size=4096,
+            mlp_size=14336,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            num_experts=8,
+            experts_per_token=2,
+            rope_theta=1e6,
+        ),
+        # The released configuration of Qwen3-30B-A3B, without its norms of query and key.
+        BlockConfig(
+            name="qwen3-30b-a3b",
+            hidden_size=2048,
+            mlp_size=768,
+            num_heads=32,
+            num_kv_heads=4,
+            head_dim=128,
+            num_experts=128,
+            experts_per_token=8,
+            rope_theta=1e6,
+            epsilon=1e-6,
         ),
         # Llama's structure, small enough for a CPU and for Pallas' interpret mode.
         BlockConfig(name="tiny", hidden_size=256, mlp_size=512, num_heads=8, num_kv_heads=4, head_dim=64),

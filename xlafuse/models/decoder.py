@@ -45,6 +45,8 @@ PRESETS: dict[str, DecoderConfig] = {
     # arXiv:2407.21783, table 3; the released configuration of GPT-2 medium, here with an untied head.
     "llama3-8b": DecoderConfig(block=get_preset("llama3-8b"), layers=32, vocabulary=128256),
     "gpt2-medium": DecoderConfig(block=get_preset("gpt2-medium"), layers=24, vocabulary=50304, learned_positions=1024),
+    "mixtral-8x7b": DecoderConfig(block=get_preset("mixtral-8x7b"), layers=32, vocabulary=32000),
+    "qwen3-30b-a3b": DecoderConfig(block=get_preset("qwen3-30b-a3b"), layers=48, vocabulary=151936),
     "tiny": DecoderConfig(block=get_preset("tiny"), layers=2, vocabulary=512),
 }
 """Models by name. GPT-2's vocabulary of 50257 is padded to a multiple of 128, as its users train it."""
@@ -84,7 +86,7 @@ class Decoder:
 
         @partial(jax.jit, static_argnums=1)
         def weight(key: Array, shape: tuple[int, ...]) -> Array:
-            return (jax.random.normal(key, shape, jnp.float32) * shape[0] ** -0.5).astype(dtype)
+            return (jax.random.normal(key, shape, jnp.float32) * shape[-2] ** -0.5).astype(dtype)
 
         @jax.jit  # compiled once for all layers
         def layer(key: Array) -> Any:
@@ -92,7 +94,7 @@ class Decoder:
             keys = jax.random.split(key, len(leaves))
             made = [
                 weight(k, leaf.shape)
-                if len(leaf.shape) == 2
+                if len(leaf.shape) > 1
                 else jnp.full(leaf.shape, float("scale" in jax.tree_util.keystr(path)), dtype)
                 for k, (path, leaf) in zip(keys, leaves, strict=True)
             ]

@@ -32,8 +32,9 @@ class FusionPlan:
     RMSNorm becomes part of the product after it if both are kernels, the rows are few and nothing is differentiated.
     The product of query, key and value applies RoPE, so that `rope` is ignored. The output and down projections add
     bias and residual, unless there is dropout in between. In a SwiGLU block, the up projection multiplies by the gate's
-    weights and applies the activation, so that `activation` is ignored. A separate GELU kernel adds the bias. Weights
-    and results are the same under every plan, up to rounding.
+    weights and applies the activation, so that `activation` is ignored. A separate GELU kernel adds the bias. Experts'
+    products are the grouped ones, and their residual is a launch of its own. Weights and results are the same under
+    every plan, up to rounding.
 
     Raises `UnknownNameError` (a `ValueError`) for an implementation that a site does not have.
     """

@@ -46,6 +46,8 @@ def _unsupported(site: str, implementation: str, config: BlockConfig) -> str | N
     if implementation == "triton":
         if config.dtype not in TRITON_DTYPES:
             return f"{config.name} is {config.dtype}, the Triton kernels take {', '.join(TRITON_DTYPES)}"
+        if config.num_experts and site in ("up_projection", "down_projection"):
+            return "no Triton kernel multiplies groups of rows by matrices of their own"
         if site.endswith("_norm") and not SHORTEST_ROW <= config.hidden_size <= LONGEST_ROW:
             return f"rows have {config.hidden_size} features, the Triton kernels take {SHORTEST_ROW} to {LONGEST_ROW}"
         return None

@@ -23,6 +23,7 @@ STUDIES = (
     "linear_residual_norm",
     "int8",
     "lora",
+    "experts",
     "vertical",
     "compute_bound",
     "fuse_or_spill",

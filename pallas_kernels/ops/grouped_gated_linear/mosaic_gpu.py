@@ -25,7 +25,7 @@ def grouped_gated_linear_mosaic(
 
 
 def _products(x, w_gate, w_up, group_sizes, epilogue):
-    config = default_config(x.shape[0], w_gate.shape[0], products=2)
+    config = default_config(x.shape[0], w_gate.shape[0], w_gate.shape[2], products=2)
     options = {"epilogue": epilogue, "config": config, "name": "grouped_gated_linear"}
     return grouped_product([x], [w_gate, w_up], group_sizes, **options)
 
@@ -47,7 +47,10 @@ def grouped_gated_linear_backward(
     dgate, dup = gated_activation_backward(*flat, activation=activation)
     assert dup is not None
     cotangents = [dgate.reshape(dy.shape), dup.reshape(dy.shape)]
-    options = {"config": default_config(x.shape[0], w_gate.shape[0]), "name": "grouped_gated_linear_gradient"}
+    options = {
+        "config": default_config(x.shape[0], w_gate.shape[0], x.shape[1]),
+        "name": "grouped_gated_linear_gradient",
+    }
     (dx,) = grouped_product(cotangents, [w_gate, w_up], group_sizes, transpose=True, **options)
     options = {"dtype": jnp.dtype(w_gate.dtype), "name": "grouped_gated_linear_weight_gradient"}
     dw_gate, dw_up = (grouped_weight_gradient(x, each, group_sizes, **options) for each in cotangents)

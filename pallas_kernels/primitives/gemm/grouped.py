@@ -2,8 +2,8 @@
 
 A schedule, which XLA computes from the sizes of the groups, lists tiles of rows: each has rows of one group, or rows
 that belong to none, whose results are zero. There is at most one tile more for each group than for as many rows in one
-group. The grid has them all; blocks pass over what is left. Tiles begin at any row. So operands and results lie in
-panels (`row_tiles`), of which TMA loads and stores any number of rows.
+group; blocks share those that there are. Tiles begin at any row. So operands and results lie in panels (`row_tiles`),
+of which TMA loads and stores any number of rows.
 """
 
 from __future__ import annotations
@@ -29,43 +29,37 @@ from pallas_kernels.primitives.gemm.pipeline import Producer, Ring, ring_types
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.hopper import TMA_ROWS
-from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.platform import target_device, varying_like
 
 _FEW = TMA_ROWS
 """Up to so many rows of a tile, no others are loaded."""
 
-Schedule = tuple[jax.Array, jax.Array, jax.Array]
-"""Each tile's group, its first row, and the end of its group's rows, (tiles,) int32 each."""
+Schedule = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""Each tile's group, its first row, and the end of its group's rows, (most tiles,) int32, with anything behind the last
+tile; and the number of tiles up to the last one of each group."""
 
 
 def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """Returns where each group's rows start and end, (groups + 1,) int32 each; last are the rows of no group.
 
-    Negative sizes count as zero, and groups that would end behind the last row end there. These are sums of a
-    comparison, not `jnp.cumsum`, as XLA fuses them to one launch.
+    Negative sizes count as zero, and groups that would end behind the last row end there. Sums of a comparison are one
+    launch, `jnp.cumsum` would be several.
     """
-    sizes = jnp.append(jnp.clip(group_sizes.astype(jnp.int32), 0, rows), rows)
+    sizes = jnp.pad(jnp.clip(group_sizes.astype(jnp.int32), 0, rows), (0, 1), constant_values=rows)
     place = jnp.arange(sizes.size)
-    starts, ends = (
-        jnp.sum(jnp.where(is_before, sizes, 0), axis=1)
-        for is_before in (place < place[:, None], place <= place[:, None])
-    )
-    return jnp.minimum(starts, rows), jnp.minimum(ends, rows)
+    ends = jnp.sum(jnp.where(place <= place[:, None], sizes, 0), axis=1)
+    return jnp.minimum(ends - sizes, rows), jnp.minimum(ends, rows)
 
 
 def schedule_of(group_sizes: jax.Array, rows: int, tile: int) -> Schedule:
-    """Returns tiles of at most `tile` rows. Those that are left over have none: they begin and end at row 0."""
+    """Returns tiles of at most `tile` rows."""
     starts, ends = group_bounds(group_sizes, rows)
     counts = -(-(ends - starts) // tile)
-    group = jnp.arange(counts.size)
-    before = jnp.sum(jnp.where(group < group[:, None], counts, 0), axis=1)
-    place = jnp.arange(-(-rows // tile) + group_sizes.size)[:, None] - before
-    is_own = (place >= 0) & (place < counts)
-
-    def of_own(values):
-        return jnp.sum(jnp.where(is_own, values, 0), axis=1, dtype=jnp.int32)
-
-    return of_own(group), of_own(starts + place * tile), of_own(ends)
+    place = jnp.arange(counts.size)
+    last = jnp.sum(jnp.where(place <= place[:, None], counts, 0), axis=1)
+    number = jnp.arange(-(-rows // tile) + group_sizes.size)
+    group = jnp.sum(last <= number[:, None], axis=1, dtype=jnp.int32)
+    return group, starts[group] + (number - last[group] + counts[group]) * tile, ends[group], last
 
 
 def grouped_product(
@@ -122,6 +116,7 @@ def grouped_product(
             [pieces.scratch(dtype, config.warpgroups) for dtype in dtypes],
             plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
         ),
+        blocks=min(target_device().core_count, schedule[0].size * problem.grid[1]),
     )
     results = kernel(schedule, list(x), list(weights), extras)
     return tuple(varying_like(result, *schedule, *x, *weights, *extras.values()) for result in results)
@@ -194,12 +189,13 @@ def _for_each_tile(problem: Problem, schedule: Sequence[Any], groups: int, work:
 
     before: the number of steps of the block's earlier tiles.
     """
-    rows, columns = schedule[0].shape[0], problem.grid[1]
+    *tiles, last = schedule
+    rows, columns = last[groups], problem.grid[1]
 
     @plgpu.nd_loop((rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
     def steps(info, carry):
-        i, j = plgpu.planar_snake(info.index[0], (rows, columns), 0, min(problem.config.group, rows))
-        group, first, end = (each[i] for each in schedule)
+        i, j = plgpu.planar_snake(info.index[0], (rows, columns), 0, problem.config.group)
+        group, first, end = (each[i] for each in tiles)
         count = jnp.minimum(end - first, problem.config.tile_m)
         is_product = (group < groups) & (count > 0)
         tile = RowTile(group=group, first=first, count=count, is_product=is_product)

@@ -56,6 +56,8 @@ def block(
         pair = (first * cosine - second * sine, second * cosine + first * sine)
         return torch.cat(pair, -1).to(x.dtype)
 
+    if config.num_experts:
+        raise NotImplementedError(f"{config.name} has experts, which the block in PyTorch has not")
     normed = norm("attention_norm", x)
     query = heads("query", normed, config.num_heads)
     key, value = (heads(name, normed, config.num_kv_heads) for name in ("key", "value"))
