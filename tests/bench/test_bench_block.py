@@ -20,7 +20,7 @@ from xlafuse.bench.block_tables import block_details, block_overview
 from xlafuse.bench.candidates import check_close
 from xlafuse.bench.environment import environment
 from xlafuse.bench.results import Measured, Results, Run, load
-from xlafuse.bench.settings import MODES, BlockSettings
+from xlafuse.bench.settings import BlockSettings
 from xlafuse.bench.text import block_lines, block_summary
 from xlafuse.models import BlockConfig, block_function, get_preset
 from xlafuse.strategies import get_strategy
@@ -132,14 +132,6 @@ def test_pytorchs_block_is_ours(peer, config, monkeypatch):
     expected = jax.jit(block_function(config, (2, 5))[0])(*cases[0])
     np.testing.assert_allclose(y, expected, atol=2e-4)
     assert np.abs(np.asarray(candidate.call(*candidate.inputs[1])[0]) - np.asarray(expected)).max() > 0.1
-
-
-@pytest.mark.usefixtures("invented_times")
-@pytest.mark.parametrize("mode", MODES)
-def test_the_block_without_jit_takes_turns(mode):
-    result = bench_case(SMALL, "1x4", mode, dataclasses.replace(SETTINGS, strategies=(), peers=("jax_eager",)))
-    assert result.problems == ()
-    assert [(c.name, c.kind) for c in result.candidates] == [("xla", "strategy"), ("jax_eager", "peer")]
 
 
 @pytest.mark.usefixtures("invented_times")

@@ -317,17 +317,3 @@ def test_jax_has_queries_scaled_and_in_float16(monkeypatch):
     windows = next(s for s in op.arg_specs if s.name == "1x1000x1000x2x1x128-bfloat16-causal-window_300_0")
     with pytest.raises(NotImplementedError, match="causal or without a mask"):
         peer.candidate(op.name, "forward", [testing.make_case(op, windows, 1)])
-
-
-def test_a_dense_mask_is_the_window(monkeypatch):
-    """On XLA: cuDNN is not here."""
-    attend = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **kw: attend(*a, **{**kw, "implementation": "xla"}))
-    op, peer = REGISTRY["attention"], peers.load("cudnn_dense_mask")
-    spec = next(s for s in op.arg_specs if s.name == "1x1000x1000x2x1x128-bfloat16-causal-window_300_0")
-    case = testing.make_case(op, spec, 1)
-    _, first = peer.candidate(op.name, "forward", [case])
-    check_close(tuple(first.values()), tuple(_peers_results(case, "forward").values()))
-    packed = next(s for s in op.arg_specs if "documents" in s.name)
-    with pytest.raises(NotImplementedError, match="only windows"):
-        peer.candidate(op.name, "forward", [testing.make_case(op, packed, 1)])

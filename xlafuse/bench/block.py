@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ from xlafuse.comparison import fit_plan
 from xlafuse.models import BlockConfig, block_function, get_preset
 from xlafuse.strategies import Strategy, get_strategy
 
-PEERS = ("torch_compile", "torch_max_autotune", "torch_eager", "jax_eager")
+PEERS = ("torch_compile", "torch_max_autotune", "torch_eager")
 BASELINE = "xla"
 WALL_SECONDS = 0.1
 """The host takes up to two milliseconds to prepare a call."""
@@ -143,8 +142,9 @@ def _candidates(
         return Candidate(name=name, kind="strategy", call=call, inputs=cases), result
 
     def peer(name: str) -> tuple[Candidate, Sequence[jax.Array]]:
-        module = import_module(f"xlafuse.bench.peers.{'jax_eager' if name == 'jax_eager' else 'torch_block'}")
-        return module.candidate(name, config, mode, cases)
+        from xlafuse.bench.peers import torch_block  # imports PyTorch
+
+        return torch_block.candidate(name, config, mode, cases)
 
     makers = {name: partial(strategy, name) for name in (BASELINE, *settings.strategies)}
     makers |= {name: partial(peer, name) for name in settings.peers}

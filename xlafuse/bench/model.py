@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from xlafuse.bench.block import BASELINE, WALL_SECONDS, batch_and_length
 from xlafuse.bench.candidates import checked, with_times
 from xlafuse.bench.environment import Sampler
-from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
+from xlafuse.bench.results import Measured, Problem, ShapeResult
 from xlafuse.bench.settings import ModelSettings
 from xlafuse.bench.timing import Candidate, Timing, time_candidates
 from xlafuse.comparison import fit_plan
@@ -261,8 +261,3 @@ def model_lines(result: ShapeResult) -> list[str]:
             f"{(each.peak_bytes or 0) / 1e9:.1f} GB"
         )
     return lines
-
-
-def model_summary(results: Results) -> list[str]:
-    """Lists what was left out; `model_lines` has already printed the phases."""
-    return [f"left out: {note}" for run in results.runs for note in run.left_out]

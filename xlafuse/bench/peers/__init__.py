@@ -26,7 +26,6 @@ _MODULES = {
     "torch_eager": "torch_ops",
     "liger": "liger",
     "cudnn": "jax_attention",
-    "cudnn_dense_mask": "jax_attention",
     "jla": "jax_attention",
     "jax_mosaic": "jax_attention",
     "fa3": "flash_attention",
@@ -41,9 +40,6 @@ OF_THE_OPERATION = ("xla", "jax_triton")
 
 ALWAYS = {("quantized_linear", "forward"): ("xla_bf16",)}
 """Peers that an operation and phase always runs against."""
-
-FALLBACKS = {"torch_compile": "torch_eager", "torch_max_autotune": "torch_eager"}
-"""Peer to time instead if one fails; Inductor fails without a C compiler."""
 
 
 def is_joint(case: Case) -> bool:

@@ -1,4 +1,4 @@
-"""Attention from JAX: cuDNN's flash attention, also with a dense mask, and Mosaic GPU kernels of JAX and of `jla`.
+"""Attention from JAX: cuDNN's flash attention, and Mosaic GPU kernels of JAX and of `jla`.
 
 JAX's Mosaic kernel (`jax.experimental.pallas.ops.gpu.attention_mgpu`, for Hopper GPUs) takes float16 and has no scale,
 so that operands are cast and scaled outside the timing. Its backward pass has no mask.
@@ -85,25 +85,6 @@ def decode_attention(query, key_cache, value_cache, lengths, *, scale=None, **ot
     )
 
 
-def cudnn_dense_mask(query, key, value, *, is_causal=False, window=None, **others):
-    """Runs windowed attention with a dense mask, as a library without windows does.
-
-    The call makes the mask once for all heads.
-    """
-    unknown = [name for name, wanted in others.items() if name != "dropout_key" and wanted is not None]
-    if unknown or window is None:
-        raise NotImplementedError("only windows are compared with a dense mask here; for segments the peer cudnn is")
-    left, right = (window, window) if isinstance(window, int) else window
-    ahead = jnp.arange(key.shape[1])[None] - jnp.arange(query.shape[1])[:, None]
-    mask = jnp.ones(ahead.shape, bool)
-    if left is not None:
-        mask &= ahead >= -left
-    right = 0 if is_causal else right
-    if right is not None:
-        mask &= ahead <= right
-    return jax.nn.dot_product_attention(query, key, value, mask=mask[None, None], implementation="cudnn")
-
-
 def jla(query, key, value, *, is_causal=False, window=None, segment_ids=None, **others):
     """Runs `pallas_kernels.attention` by the Mosaic GPU kernel of jax-linear-attention."""
     from jla.ops.mosaic_gpu.attention import flash_attention  # pyright: ignore[reportMissingImports]
@@ -144,7 +125,7 @@ def _as_float16(case: Case, scale: float) -> Case:
     )
 
 
-_FUNCTIONS = {"cudnn": cudnn, "cudnn_dense_mask": cudnn_dense_mask, "jax_mosaic": jax_mosaic, "jla": jla}
+_FUNCTIONS = {"cudnn": cudnn, "jax_mosaic": jax_mosaic, "jla": jla}
 
 
 def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
@@ -153,8 +134,6 @@ def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> t
         call = jax.jit(lambda arguments: (decode_attention(**plain(arguments)),))
         inputs = [(case.arguments,) for case in cases]
         return Candidate(name=name, kind="peer", call=call, inputs=inputs), {"output 0": call(*inputs[0])[0]}
-    if name == "cudnn_dense_mask" and phase != "forward":
-        raise NotImplementedError("dense masks are compared in the forward pass only")
     if name != "jax_mosaic" or operation != "attention":
         return attention_candidate(name, _FUNCTIONS[name], operation, phase, cases)
     first = plain(cases[0].arguments)

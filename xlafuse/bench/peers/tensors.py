@@ -108,17 +108,8 @@ def candidate_of(name: str, call: Callable[..., Any], inputs: Sequence[tuple[Any
     """Returns the candidate, and copies of the tensors that it returns for its first inputs."""
     results = [result.detach().clone() for result in call(*inputs[0])]
     torch.cuda.synchronize()
-    return Candidate(name=name, kind="peer", call=call, inputs=inputs, wait=_wait, event_us=_event_us), results
+    return Candidate(name=name, kind="peer", call=call, inputs=inputs, wait=_wait), results
 
 
 def _wait(_: Any) -> None:
     torch.cuda.synchronize()
-
-
-def _event_us(thunk: Callable[[], Any]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    thunk()
-    end.record()
-    end.synchronize()
-    return 1e3 * start.elapsed_time(end)
