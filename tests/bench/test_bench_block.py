@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from functools import partial
 
 import imitation_torch
 import jax
@@ -14,7 +15,7 @@ import pytest
 
 from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
 from hlo_analysis.targets import load_target
-from xlafuse.bench import block, supervisor, worker
+from xlafuse.bench import block, candidates, supervisor, timing, worker
 from xlafuse.bench.block import bench_block, bench_case, make_case
 from xlafuse.bench.block_tables import block_details, block_overview
 from xlafuse.bench.candidates import check_close
@@ -40,8 +41,7 @@ GPT = dataclasses.replace(
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(block, "buffer_sets", lambda _: 1)
-    quick = block.time_candidates
-    monkeypatch.setattr(block, "time_candidates", lambda *a, **kw: quick(*a, **kw, warm_up_seconds=(0.0, 0.0)))
+    monkeypatch.setattr(candidates, "time_candidates", partial(timing.time_candidates, warm_up_seconds=(0.0, 0.0)))
 
 
 @pytest.mark.usefixtures("interpreter", "invented_times")

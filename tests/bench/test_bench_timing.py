@@ -14,9 +14,9 @@ import pytest
 
 from pallas_kernels import Traffic
 from xlafuse.bench import timing
-from xlafuse.bench.ceiling import array_counts, ceiling_candidates, elementwise, fastest
+from xlafuse.bench.ceiling import array_counts, ceiling_candidates, elementwise
 from xlafuse.bench.environment import Sampler, sampling
-from xlafuse.bench.timing import Candidate, Timing, time_candidates
+from xlafuse.bench.timing import Candidate, time_candidates
 
 NO_WARM_UP = {"warm_up_seconds": (0.0, 0.0)}
 
@@ -222,16 +222,6 @@ def test_no_output_of_elementwise_is_another():
     first, second = elementwise(2)(*arrays)
     assert (first != second).all()
     assert (first == arrays[0] ^ arrays[1] ^ arrays[2] ^ jnp.uint32(0x9E3779B9)).all()
-
-
-def test_the_faster_ceiling_counts():
-    def timed(us):
-        return Timing(median_us=us, p20_us=us, p80_us=us, wall_us=us, kernels=(), samples=1)
-
-    assert fastest({"copy": timed(3), "elementwise": timed(2), "mosaic": timed(1)}, ["copy", "elementwise"]) == (
-        "elementwise"
-    )
-    assert fastest({}, ["copy"]) is None
 
 
 def test_samples_of_clocks_and_power():

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from hlo_analysis.capture.lowering import gradient
-from xlafuse.bench.candidates import checked, measured, with_times
+from xlafuse.bench.candidates import checked, timed
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Problem, ShapeResult
 from xlafuse.bench.rows import RIDGE
 from xlafuse.bench.settings import BlockSettings
-from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
+from xlafuse.bench.timing import Candidate, buffer_sets
 from xlafuse.comparison import fit_plan
 from xlafuse.models import BlockConfig, block_function, get_preset
 from xlafuse.strategies import Strategy, get_strategy
@@ -60,20 +60,16 @@ def bench_case(
     config: BlockConfig, shape: str, mode: str, settings: BlockSettings, sampler: Sampler | None = None
 ) -> ShapeResult:
     """Times one mode at one shape after checking its results; failures go into the result's problems."""
-    start = time.monotonic()
     sizes = batch_and_length(shape)
     moved = perfect_bytes(config, sizes, mode)
-    cases = [make_case(config, sizes, mode, settings.seed)]
-    cases += [jax.tree.map(jnp.copy, cases[0]) for _ in range(1, buffer_sets(moved))]
-    problems: list[Problem] = []
-    made = _candidates(config, sizes, mode, cases, settings, problems)
-    timed_from = time.monotonic()
-    run = time_candidates(made, rounds=settings.rounds, calls=settings.calls, wall_seconds=WALL_SECONDS)
-    result = ShapeResult(
-        op=config.name, phase=mode, spec=shape, bytes=moved, ceiling=None, candidates=(), sets=len(cases)
-    )
-    timed = measured(made, run)
-    return with_times(result, run, timed, problems, since=(start, timed_from), sampler=sampler)
+
+    def make(problems: list[Problem]) -> list[Candidate]:
+        cases = [make_case(config, sizes, mode, settings.seed)]
+        cases += [jax.tree.map(jnp.copy, cases[0]) for _ in range(1, buffer_sets(moved))]
+        return _candidates(config, sizes, mode, cases, settings, problems)
+
+    result = ShapeResult(op=config.name, phase=mode, spec=shape, bytes=moved, ceiling=None, candidates=())
+    return timed(result, make, settings, sampler, baseline=BASELINE, wall_seconds=WALL_SECONDS)
 
 
 def batch_and_length(shape: str) -> tuple[int, int]:

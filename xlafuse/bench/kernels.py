@@ -25,15 +25,14 @@ from xlafuse.bench.candidates import (
     checked,
     copies,
     inputs_of,
-    measured,
     problem_of,
-    with_times,
+    timed,
 )
-from xlafuse.bench.ceiling import ceiling_candidates, fastest
+from xlafuse.bench.ceiling import ceiling_candidates
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Problem, ShapeResult, short_spec
 from xlafuse.bench.settings import Settings
-from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
+from xlafuse.bench.timing import Candidate, buffer_sets
 from xlafuse.errors import UnknownNameError, XlafuseError
 
 
@@ -96,26 +95,19 @@ def bench_shape(
 
     Failures go into the result's problems.
     """
-    start = time.monotonic()
     structs = plain(spec.structs())
     traffic = (op.forward_traffic if phase == "forward" else op.backward_traffic)(structs)
     sets = buffer_sets(traffic.bytes)
     result = ShapeResult(op=op.name, phase=phase, spec=spec.name, bytes=traffic.bytes, ceiling=None, candidates=())
-    problems: list[Problem] = []
-    try:
+
+    def make(problems: list[Problem]) -> list[Candidate]:
         cases = copies(testing.make_case(op, spec, settings.seed), sets)
         candidates = _candidates(op, structs, phase, cases, settings, problems)
-    except Exception as error:  # memory ran out
-        problems.append(problem_of("xla", error))
-        candidates = []
-    if not candidates:
-        return replace(result, problems=tuple(problems), seconds=time.monotonic() - start)
-    ceilings = ceiling_candidates(traffic, sets=sets, seed=settings.seed)
-    timed_from = time.monotonic()
-    run = time_candidates([*ceilings, *candidates], rounds=settings.rounds, calls=settings.calls)
-    result = replace(result, ceiling=fastest(run.timings, [c.name for c in ceilings]), sets=sets)
-    timed = measured((*ceilings, *candidates), run)
-    return with_times(result, run, timed, problems, since=(start, timed_from), sampler=sampler)
+        return [*ceiling_candidates(traffic, sets=sets, seed=settings.seed), *candidates] if candidates else []
+
+    result = timed(result, make, settings, sampler, baseline="xla")
+    ceilings = {c.name: c.timing.median_us for c in result.of_kind("ceiling")}
+    return replace(result, ceiling=min(ceilings, key=lambda name: ceilings[name], default=None))
 
 
 def _candidates(
