@@ -21,7 +21,7 @@ help:
 	@echo "make docs          the documentation: build/site/index.html"
 	@echo "make bench-parser  the HLO parser's speed, 1 to 32 layers"
 	@echo "make notebooks     run the notebooks and keep their output"
-	@echo "make results       the result tables and the chart, from notebooks/results and the dispatch rules"
+	@echo "make results       the result tables and the chart, from notebooks/results"
 	@echo "make clean         remove .venv and what the above wrote"
 
 $(RUN): $(INPUTS)

@@ -39,7 +39,7 @@ from hlo_analysis.report import show
 # An int8 matrix product wants its left operand in int8, with a scale for each row: the largest absolute value of the
 # row, divided by 127. `xlafuse.kernels` has no such operation.
 
-# %% tags=["program"]
+# %%
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -56,7 +56,7 @@ def quantize_rows(x):
 # %% [markdown]
 # ## What XLA makes of it
 
-# %% tags=["program"]
+# %%
 x = jax.ShapeDtypeStruct((32768, 4096), jnp.bfloat16)
 
 # %%
@@ -91,7 +91,7 @@ plots.say(
 # maximum over the warpgroup, and writes both results. `WG_STRIDED` says how the row is dealt out to the threads.
 
 
-# %% tags=["program"]
+# %%
 def quantize_rows_kernel(x):
     rows, features = x.shape
     layout = plgpu.Layout.WG_STRIDED((features,), vec_size=8)
@@ -106,9 +106,6 @@ def quantize_rows_kernel(x):
     results = (jax.ShapeDtypeStruct(x.shape, jnp.int8), jax.ShapeDtypeStruct((rows,), jnp.float32))
     return plgpu.kernel(body, out_type=results, grid=(rows,), grid_names=("row",))(x)
 
-
-PROGRAMS = {"XLA": quantize_rows, "the kernel": quantize_rows_kernel}
-ARGUMENTS, MODE = (x,), "forward"
 
 # %% [markdown]
 # ## First correct
@@ -136,8 +133,6 @@ plots.table(
 
 # %%
 times = {name: {"roofline": made.roofline_us} for name, made in analyses.items()}
-for name, measured in plots.recorded("05_your_own_kernel").items():
-    times[name]["measured"] = measured.kernel_us
 plots.grouped_bars(times, "GPU time, µs", title="Rows to int8")
 
 # %%

@@ -41,7 +41,7 @@ from xlafuse.catalogue import KERNELS
 #
 # Its parts are functions of their own, so that they can be exchanged one by one. A norm takes what is to be added to
 # the residual stream, and gives the normalized rows and the stream.
-# %% tags=["program"]
+# %%
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -168,7 +168,7 @@ remedies(steps["before"])
 # The remedy begins with a name, so `xlafuse.kernels` has the operation. It takes the same arrays.
 
 
-# %% tags=["program"]
+# %%
 def fused_attention(q, k, v):
     return kernels.attention(q, k, v, is_causal=True)
 
@@ -187,7 +187,7 @@ remedies(steps["attention"])
 # it and reads it again. A comparison with the labels is elementwise, and XLA fuses it.
 
 
-# %% tags=["program"]
+# %%
 def masked_cross_entropy(x, vocabulary, labels):
     logits = (x @ vocabulary).astype(jnp.float32)
     is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
@@ -206,7 +206,7 @@ progress()
 # `layer_norm` adds the residual in the same launch; `linear` does bias and activation on the product's result.
 
 
-# %% tags=["program"]
+# %%
 def fused_add_norm(x, update, scale, bias):
     return kernels.layer_norm(update, scale, bias, epsilon=1e-5, residual=x)
 
@@ -230,7 +230,7 @@ remedies(steps["norms, MLP"])
 # `linear_cross_entropy` knows that, too:
 
 
-# %% tags=["program"]
+# %%
 def fused_cross_entropy(x, vocabulary, labels, implementation=None):
     rows = x.reshape(-1, x.shape[-1])
     return kernels.linear_cross_entropy(
@@ -243,11 +243,6 @@ def lean_cross_entropy(x, vocabulary, labels):
 
 
 with_loss = replace(with_norms, cross_entropy=fused_cross_entropy)
-lean = replace(with_norms, cross_entropy=lean_cross_entropy)
-models = {"before": Gpt(), "attention": with_attention, "mask": with_mask}
-models |= {"norms, MLP": with_norms, "loss": with_loss, "lean loss": lean}
-PROGRAMS = {name: model.loss for name, model in models.items()}
-ARGUMENTS, MODE = arguments, "grad"
 
 # %%
 loss_arguments = (
@@ -319,8 +314,6 @@ for got, wanted in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradi
 
 # %%
 times = {name: {"roofline": made.roofline_us / 1e3} for name, made in steps.items()}
-for name, measured in plots.recorded("07_fix_and_report_again").items():
-    times.setdefault(name, {})["measured"] = measured.kernel_us / 1e3
 plots.grouped_bars(times, "GPU time of loss and gradient, ms", form="{:.1f}", title="Step by step")
 
 # %%

@@ -12,9 +12,7 @@ import matplotlib.pyplot as plt
 from IPython.display import Code, Markdown
 
 from hlo_analysis import Analysis, Launch
-from hlo_analysis.records import Measured
 from pallas_kernels import REGISTRY
-from xlafuse import measurements
 from xlafuse.bench.ceiling import COPY
 from xlafuse.bench.results import Results, ShapeResult, load, short_spec
 from xlafuse.bench.rows import Row, rows
@@ -29,8 +27,6 @@ COLOURS = {
     "liger": "#ff725c",
     "cudnn": "#3ca951",
     "variant: all logits twice": "#b9c9ef",
-    "variant: form: three kernels": "#dfe6f7",
-    "variant: form: online": "#b9c9ef",
     "pallas": "#97bbf5",
     "pallas_cudnn": "#6cc5b0",
     "best": "#4269d0",
@@ -57,8 +53,6 @@ LABELS = {
     "best": "xlafuse: best",
     "mosaic": "xlafuse.kernels",
     "variant: all logits twice": "all logits computed twice",
-    "variant: form: three kernels": "three kernels",
-    "variant: form: online": "online",
     "copy": "a copy of the same bytes",
 }
 PRODUCTS = [name for name, op in REGISTRY.items() if op.flops is not None]
@@ -263,23 +257,6 @@ def share_of_copy(row: Row, name: str) -> float:
     )
     shape = next(shapes, row.main)
     return shape.microseconds(COPY) / shape.microseconds(name)
-
-
-def dram_bytes(case: str) -> dict[str, float]:
-    """What the H200's memory counted (Nsight Compute), by candidate: `case` is operation:phase:shape."""
-    found: dict[str, float] = {}
-    file = RESULTS / "softmax-counters-h200.json"
-    for each in json.loads(file.read_text(encoding="utf-8"))["launches"] if file.exists() else ():
-        if each["case"].startswith(f"{case}:"):
-            name = each["case"].removeprefix(f"{case}:")
-            found[name] = found.get(name, 0) + each["read_bytes"] + each["written_bytes"]
-    return found
-
-
-def recorded(notebook: str) -> Mapping[str, Measured]:
-    """What `scripts/record_notebooks.py` measured on an H200 of a notebook's programs; {} where it did not."""
-    file = RESULTS / f"{notebook}-h200.json"
-    return measurements.load(file).strategies if file.is_file() else {}
 
 
 def roofline(analyses: Mapping[str, Analysis], *, title: str = "") -> None:

@@ -5,7 +5,7 @@
     scripts/read_counters.py -o FILE --study softmax [--match CASE]  # adds a part to the study's result
 
 Each case is OPERATION:PHASE:SPEC[:IMPLEMENTATION], SPEC a benchmark spec by its whole name, IMPLEMENTATION "mosaic"
-unless said, a peer ("fa4"), or for a forward pass one of the operation's kernel variants ("form: online"). One line a
+unless said, a peer ("fa4"), or for a forward pass one of the operation's kernel variants. One line a
 launch is printed, and FILE gets all counters as JSON. Clocks are left as they are.
 """
 

@@ -1,6 +1,6 @@
 """Kept benchmark results: merged, shown, and written into README and docs/ between markers.
 
-scripts/write_results.py                        # the tables, from notebooks/results and the dispatch rules
+scripts/write_results.py                        # the tables, from notebooks/results
 scripts/write_results.py --check                # exits with 1 where they are not current
 scripts/write_results.py --merge A B C -o FILE  # one file of several; the last measurement of a shape counts
 scripts/write_results.py --show FILE             # as the benchmark printed them
@@ -14,10 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from xlafuse.bench import coverage, gpu_checks
+from xlafuse.bench import gpu_checks
 from xlafuse.bench.block_tables import block_details, block_overview, model_table
 from xlafuse.bench.results import Results, ResultsError, load, merge, write
-from xlafuse.bench.tables import details, overview, place, shortfalls, summary
+from xlafuse.bench.tables import details, overview, place, summary
 from xlafuse.bench.text import (
     block_lines,
     block_summary,
@@ -30,7 +30,7 @@ from xlafuse.bench.text import (
 
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
-PAGES = (README, *(DOCS / f"{name}.md" for name in ("results", "correctness", "kernels")))
+PAGES = (README, *(DOCS / f"{name}.md" for name in ("results", "correctness")))
 KEPT = ROOT / "notebooks/results/kernels-h200.json"
 SANITIZER = KEPT.with_name("sanitizer-h200.json")
 TESTS = KEPT.with_name("gpu-tests.json")
@@ -89,13 +89,11 @@ def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
         DOCS / "results.md": {
             "results": f"{overview(results)}\n\n{details(results)}",
             "h100": overview(of_h100),
-            "limits": shortfalls(results),
             "block": "\n\n".join(f"{block_overview(block)}\n\n{block_details(block)}" for block in blocks)
             or "Not measured yet.",
             "models": "\n\n".join(map(model_table, models)) or "Not measured yet.",
         },
         DOCS / "correctness.md": {"checks": gpu_checks.markdown(gpu_checks.load(TESTS), gpu_checks.load(SANITIZER))},
-        DOCS / "kernels.md": {"coverage": coverage.markdown()},
     }
     made = dict(pages)
     for path, of_page in tables.items():

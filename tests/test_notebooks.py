@@ -50,15 +50,3 @@ def test_kept_notebook(runner, source):
 def test_each_is_listed():
     text = (ROOT / "notebooks/README.md").read_text(encoding="utf-8")
     assert not [source.name for source in SOURCES if f"({source.stem}.ipynb)" not in text]
-
-
-def test_programs_for_the_gpu_stand_alone():
-    """The tagged cells need no other cell, and no package that only notebooks have."""
-    record = script("record_notebooks")
-    tagged = [source for source in SOURCES if record.program_cells(source)]
-    assert tagged
-    for source in tagged:
-        made = record.programs(source)
-        assert made["PROGRAMS"]
-        assert made["MODE"] in ("forward", "grad")
-        assert made["ARGUMENTS"]

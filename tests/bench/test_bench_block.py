@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from functools import partial
 
 import imitation_torch
 import jax
@@ -14,13 +15,13 @@ import pytest
 
 from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
 from hlo_analysis.targets import load_target
-from xlafuse.bench import block, supervisor, worker
+from xlafuse.bench import block, candidates, supervisor, timing, worker
 from xlafuse.bench.block import bench_block, bench_case, make_case
 from xlafuse.bench.block_tables import block_details, block_overview
 from xlafuse.bench.candidates import check_close
 from xlafuse.bench.environment import environment
 from xlafuse.bench.results import Measured, Results, Run, load
-from xlafuse.bench.settings import MODES, BlockSettings
+from xlafuse.bench.settings import BlockSettings
 from xlafuse.bench.text import block_lines, block_summary
 from xlafuse.models import BlockConfig, block_function, get_preset
 from xlafuse.strategies import get_strategy
@@ -40,8 +41,7 @@ GPT = dataclasses.replace(
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(block, "buffer_sets", lambda _: 1)
-    quick = block.time_candidates
-    monkeypatch.setattr(block, "time_candidates", lambda *a, **kw: quick(*a, **kw, warm_up_seconds=(0.0, 0.0)))
+    monkeypatch.setattr(candidates, "time_candidates", partial(timing.time_candidates, warm_up_seconds=(0.0, 0.0)))
 
 
 @pytest.mark.usefixtures("interpreter", "invented_times")
@@ -135,14 +135,6 @@ def test_pytorchs_block_is_ours(peer, config, monkeypatch):
     expected = jax.jit(block_function(config, (2, 5))[0])(*cases[0])
     np.testing.assert_allclose(y, expected, atol=2e-4)
     assert np.abs(np.asarray(candidate.call(*candidate.inputs[1])[0]) - np.asarray(expected)).max() > 0.1
-
-
-@pytest.mark.usefixtures("invented_times")
-@pytest.mark.parametrize("mode", MODES)
-def test_the_block_without_jit_takes_turns(mode):
-    result = bench_case(SMALL, "1x4", mode, dataclasses.replace(SETTINGS, strategies=(), peers=("jax_eager",)))
-    assert result.problems == ()
-    assert [(c.name, c.kind) for c in result.candidates] == [("xla", "strategy"), ("jax_eager", "peer")]
 
 
 @pytest.mark.usefixtures("invented_times")

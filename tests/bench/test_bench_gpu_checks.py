@@ -31,21 +31,8 @@ def test_pytest_report_is_counted_and_kept(tmp_path, monkeypatch):
     text = gpu_checks.markdown(kept, None)
     assert text.startswith(f"`tests/gpu` on one NVIDIA H200, {summary.date[:10]}, commit abc1234: 1 passed, 2 failed")
     assert "Failed: test_b: failed on setup." in text
-    assert "the run was ended" not in text
     with pytest.raises(ResultsError, match="expected pytest's XML report"):
         gpu_checks.summarize(tmp_path / "nothing.xml")
-
-
-def test_a_run_that_was_ended_says_so(tmp_path):
-    internal = '<testcase classname="pytest" name="internal"><error message="internal error">x</error></testcase>'
-    report = REPORT.replace("</testsuite>", f"{internal}</testsuite>").replace('tests="4"', 'tests="5"')
-    (tmp_path / "tests.xml").write_text(report)
-    summary = gpu_checks.summarize(tmp_path / "tests.xml")
-    assert (summary.passed, summary.failed, summary.was_ended) == (1, 2, True)
-    gpu_checks.write_summary(tmp_path / "kept.json", summary)
-    assert "1 skipped, and then the run was ended ([summary]" in gpu_checks.markdown(
-        gpu_checks.load(tmp_path / "kept.json"), None
-    )
 
 
 def test_sanitizer_is_told_by_tool_without_the_planted_fault():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from test_bench_results import day, measured, results, shape
 
 from xlafuse.bench.environment import Activity, Spread
 from xlafuse.bench.results import Problem, ResultsError, load, merge, write
-from xlafuse.bench.tables import details, overview, place, shortfalls
+from xlafuse.bench.tables import details, overview, place
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/write_results.py"
 
@@ -95,13 +94,6 @@ def test_columns_of_other_runs_are_ratios_within_those_runs():
     assert "| `rms_norm` | forward | 98 % | 2.00 | 1.15 | 2.00 | 1 |" in overview(merged)
 
 
-def test_caption_names_what_events_timed():
-    candidates = list(shape().candidates)
-    liger = next(c for c in candidates if c.name == "liger")
-    candidates[candidates.index(liger)] = replace(liger, timing=replace(liger.timing, timer="cuda_events"))
-    assert "(CUPTI, of liger CUDA events)" in overview(results(shape(candidates=tuple(candidates))))
-
-
 def test_place_keeps_the_rest_and_is_stable():
     begin, end = "<!-- here:begin -->", "<!-- here:end -->"
     text = f"a\n{begin}\nold\n{end}\nb\n"
@@ -119,9 +111,8 @@ def test_pages_are_written_and_checked(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "DOCS", tmp_path)
     monkeypatch.setattr(script, "PAGES", tuple(tmp_path / path.name for path in script.PAGES))
-    monkeypatch.setattr(script.coverage, "markdown", lambda: "covered")
-    marked = {"README": ("summary",), "results": ("results", "limits", "block", "h100", "models")}
-    marked |= {"correctness": ("checks",), "kernels": ("coverage",)}
+    marked = {"README": ("summary",), "results": ("results", "block", "h100", "models")}
+    marked["correctness"] = ("checks",)
     for page, names in marked.items():
         markers = [f"<!-- {name}:{end} -->" for name in names for end in ("begin", "end")]
         (tmp_path / f"{page}.md").write_text("\n".join(markers))
@@ -139,7 +130,6 @@ def test_pages_are_written_and_checked(script, tmp_path, monkeypatch, capsys):
     assert "<!-- block:begin -->\nNot measured yet." in text["results"]
     assert "| a model, 2 layers |" in text["results"]
     assert "Not run yet." in text["correctness"]
-    assert "begin -->\ncovered\n<!--" in text["kernels"]
 
 
 def test_show_of_drawn_calls(script, capsys):
@@ -164,29 +154,3 @@ def test_merge_and_show(script, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.count("failed: liger: no such thing") == 2
     assert "variant: a: 240.00 µs" in shown
-
-
-def timed(ceiling, ours, spec="8192x8192-bfloat16", **us):
-    candidates = [measured("copy", "ceiling", ceiling), measured("mosaic", "implementation", ours)]
-    candidates += [measured(name, "implementation" if name == "xla" else "peer", value) for name, value in us.items()]
-    return shape(spec, candidates=tuple(candidates))
-
-
-@pytest.mark.parametrize(
-    ("runs", "short"),
-    [
-        ([timed(97.0, 100.0, xla=150.0, liger=99.0)], ""),
-        ([timed(97.0, 100.0, xla=95.0, liger=93.0)], "0.93 | Liger"),
-        ([timed(80.0, 100.0, xla=95.0)], "0.95 | XLA"),
-        ([timed(80.0, 100.0, xla=150.0)], "0.80 | the ceiling"),
-        ([timed(5.0, 2.0, xla=1.7)], ""),  # 0.3 µs are noise
-        ([replace(timed(1.0, 2.0, xla=3.0), bytes=1000)], ""),  # a small call has no ceiling
-        ([shape("8192-4096-4096-bfloat16", op="linear", bytes=168 * 2**20, us=290.0)], ""),  # nor has a product
-        # torch.compile took turns with a slower kernel of ours, of another run.
-        ([timed(97.0, 110.0, xla=150.0, torch_compile=105.0), timed(97.0, 98.0, xla=150.0)], "0.95 | torch.compile"),
-    ],
-)
-def test_a_call_falls_short_of_its_fastest_rival_or_of_the_ceiling(runs, short):
-    text = shortfalls(merge([results(each, started=day(i)) for i, each in enumerate(runs, start=1)]))
-    assert text.startswith(f"In {int(bool(short))} of 1 measured calls")
-    assert f"| {short} |" in text if short else "|" not in text

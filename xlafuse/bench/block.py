@@ -11,24 +11,23 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from hlo_analysis.capture.lowering import gradient
-from xlafuse.bench.candidates import checked, measured, with_times
+from xlafuse.bench.candidates import checked, timed
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Problem, ShapeResult
 from xlafuse.bench.rows import RIDGE
 from xlafuse.bench.settings import BlockSettings
-from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
+from xlafuse.bench.timing import Candidate, buffer_sets
 from xlafuse.comparison import fit_plan
 from xlafuse.models import BlockConfig, block_function, get_preset
 from xlafuse.strategies import Strategy, get_strategy
 
-PEERS = ("torch_compile", "torch_max_autotune", "torch_eager", "jax_eager")
+PEERS = ("torch_compile", "torch_max_autotune", "torch_eager")
 BASELINE = "xla"
 WALL_SECONDS = 0.1
 """The host takes up to two milliseconds to prepare a call."""
@@ -61,20 +60,16 @@ def bench_case(
     config: BlockConfig, shape: str, mode: str, settings: BlockSettings, sampler: Sampler | None = None
 ) -> ShapeResult:
     """Times one mode at one shape after checking its results; failures go into the result's problems."""
-    start = time.monotonic()
     sizes = batch_and_length(shape)
     moved = perfect_bytes(config, sizes, mode)
-    cases = [make_case(config, sizes, mode, settings.seed)]
-    cases += [jax.tree.map(jnp.copy, cases[0]) for _ in range(1, buffer_sets(moved))]
-    problems: list[Problem] = []
-    made = _candidates(config, sizes, mode, cases, settings, problems)
-    timed_from = time.monotonic()
-    run = time_candidates(made, rounds=settings.rounds, calls=settings.calls, wall_seconds=WALL_SECONDS)
-    result = ShapeResult(
-        op=config.name, phase=mode, spec=shape, bytes=moved, ceiling=None, candidates=(), sets=len(cases)
-    )
-    timed = measured(made, run)
-    return with_times(result, run, timed, problems, since=(start, timed_from), sampler=sampler)
+
+    def make(problems: list[Problem]) -> list[Candidate]:
+        cases = [make_case(config, sizes, mode, settings.seed)]
+        cases += [jax.tree.map(jnp.copy, cases[0]) for _ in range(1, buffer_sets(moved))]
+        return _candidates(config, sizes, mode, cases, settings, problems)
+
+    result = ShapeResult(op=config.name, phase=mode, spec=shape, bytes=moved, ceiling=None, candidates=())
+    return timed(result, make, settings, sampler, baseline=BASELINE, wall_seconds=WALL_SECONDS)
 
 
 def batch_and_length(shape: str) -> tuple[int, int]:
@@ -143,8 +138,9 @@ def _candidates(
         return Candidate(name=name, kind="strategy", call=call, inputs=cases), result
 
     def peer(name: str) -> tuple[Candidate, Sequence[jax.Array]]:
-        module = import_module(f"xlafuse.bench.peers.{'jax_eager' if name == 'jax_eager' else 'torch_block'}")
-        return module.candidate(name, config, mode, cases)
+        from xlafuse.bench.peers import torch_block  # imports PyTorch
+
+        return torch_block.candidate(name, config, mode, cases)
 
     makers = {name: partial(strategy, name) for name in (BASELINE, *settings.strategies)}
     makers |= {name: partial(peer, name) for name in settings.peers}

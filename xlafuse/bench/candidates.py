@@ -15,7 +15,7 @@ from pallas_kernels.specs import plain
 from xlafuse.bench import attention_by_xla
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, ShapeResult
-from xlafuse.bench.timing import Candidate, TimingRun
+from xlafuse.bench.timing import Candidate, TimingRun, time_candidates
 
 MESSAGE_LENGTH = 600
 _TOLERANCE = 2e-2
@@ -75,37 +75,49 @@ def problem_of(name: str, error: Exception) -> Problem:
     )
 
 
-def measured(candidates: Sequence[Candidate], run: TimingRun) -> tuple[Measured, ...]:
-    """Returns the records of the candidates that were timed, in their order."""
-    return tuple(
-        Measured(name=c.name, kind=c.kind, timing=run.timings[c.name]) for c in candidates if c.name in run.timings
+def timed(
+    result: ShapeResult,
+    make: Callable[[list[Problem]], Sequence[Candidate]],
+    settings: Any,
+    sampler: Sampler | None,
+    *,
+    baseline: str,
+    wall_seconds: float = 0.0,
+) -> ShapeResult:
+    """Makes a shape's candidates, lets them take turns, and adds to the result what the run measured.
+
+    make: returns the candidates that run and agree; it adds the others to a list of problems. What it raises, as when
+        memory runs out, is a problem of the `baseline`.
+    settings: has `rounds` and `calls`. wall_seconds: see `time_candidates`.
+    """
+    start, problems = time.monotonic(), []
+    try:
+        candidates = make(problems)
+    except Exception as error:  # the other shapes are worth having
+        problems.append(problem_of(baseline, error))
+        candidates = []
+    result = replace(result, problems=tuple(problems), seconds=time.monotonic() - start)
+    if not candidates:
+        return result
+    begun = time.monotonic()
+    run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls, wall_seconds=wall_seconds)
+    return replace(
+        result,
+        candidates=tuple(
+            Measured(name=c.name, kind=c.kind, timing=run.timings[c.name]) for c in candidates if c.name in run.timings
+        ),
+        problems=(*problems, *timing_problems(run)),
+        sets=len(candidates[0].inputs),
+        seconds=time.monotonic() - start,
+        warm_up_seconds=run.warm_up_seconds,
+        is_steady=run.is_steady,
+        activity=sampler.since(begun) if sampler else None,
     )
 
 
 def timing_problems(run: TimingRun) -> list[Problem]:
     """Returns the records of the candidates that failed while they were timed."""
     return [Problem(candidate=name, message=text[:MESSAGE_LENGTH]) for name, text in run.failures.items()]
-
-
-def with_times(
-    result: ShapeResult,
-    run: TimingRun,
-    timed: tuple[Measured, ...],
-    problems: Sequence[Problem],
-    *,
-    since: tuple[float, float],
-    sampler: Sampler | None,
-) -> ShapeResult:
-    """Adds to a result what its run measured. since: when its work began, and its timing (`time.monotonic`)."""
-    return replace(
-        result,
-        candidates=timed,
-        problems=(*problems, *timing_problems(run)),
-        seconds=time.monotonic() - since[0],
-        warm_up_seconds=run.warm_up_seconds,
-        is_steady=run.is_steady,
-        activity=sampler.since(since[1]) if sampler else None,
-    )
 
 
 def checked(

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import Traffic
-from xlafuse.bench.timing import Candidate, Timing
+from xlafuse.bench.timing import Candidate
 
 COPY = "copy"
 _WORD_BYTES = 4
@@ -81,12 +81,6 @@ def elementwise(writes: int) -> Callable[..., tuple[jax.Array, ...]]:
 def row_sums(words: jax.Array) -> tuple[jax.Array]:
     """Sums each row: reads everything and writes almost nothing."""
     return (jnp.sum(words, axis=1, dtype=jnp.uint32),)
-
-
-def fastest(timings: Mapping[str, Timing], names: Iterable[str]) -> str | None:
-    """Returns the fastest of the `names` that were timed, or None if none was."""
-    timed = [name for name in names if name in timings]
-    return min(timed, key=lambda name: timings[name].median_us) if timed else None
 
 
 def _round_up(value: int, multiple: int) -> int:

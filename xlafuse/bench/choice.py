@@ -21,12 +21,12 @@ import jax
 
 from pallas_kernels import ArgSpec, OpSpec, choice, get_op, testing
 from pallas_kernels.specs import plain
-from xlafuse.bench.candidates import callable_of, checked, copies, inputs_of, measured, problem_of, with_times
+from xlafuse.bench.candidates import callable_of, checked, copies, inputs_of, timed
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.random_calls import Limits, random_call
 from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
 from xlafuse.bench.settings import ChoiceSettings
-from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
+from xlafuse.bench.timing import Candidate, buffer_sets
 
 BAR = 0.98
 """Least accepted ratio of the best implementation's time to that of a call that names none."""
@@ -112,23 +112,18 @@ def bench_call(
     programs: Programs | None = None,
 ) -> ShapeResult:
     """Times one mode of one call after checking its results; failures go into the result's problems."""
-    start = time.monotonic()
     structs = plain(call.structs())
     moved = op.forward_traffic(structs).bytes + (op.backward_traffic(structs).bytes if mode == "grad" else 0)
-    sets = buffer_sets(moved)
     result = ShapeResult(op=op.name, phase=mode, spec=call.name, bytes=moved, ceiling=None, candidates=())
-    problems: list[Problem] = []
-    try:
-        cases = copies(testing.make_case(op, call, settings.seed), sets)
-        programs = programs or compiled(op, call, mode, settings.seed)
-        candidates = _candidates(programs, [inputs_of(case, mode) for case in cases], problems)
-    except Exception as error:  # too little memory is recorded and does not end the run
-        problems.append(problem_of("None", error))
-        return replace(result, problems=tuple(problems), seconds=time.monotonic() - start)
-    timed_from = time.monotonic()
-    run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls)
-    timed = _with_default(measured(candidates, run), programs)
-    return with_times(replace(result, sets=sets), run, timed, problems, since=(start, timed_from), sampler=sampler)
+    made = dict(programs or {})
+
+    def make(problems: list[Problem]) -> list[Candidate]:
+        cases = copies(testing.make_case(op, call, settings.seed), buffer_sets(moved))
+        made.update({} if made else compiled(op, call, mode, settings.seed))
+        return _candidates(made, [inputs_of(case, mode) for case in cases], problems)
+
+    result = timed(result, make, settings, sampler, baseline="None")
+    return replace(result, candidates=_with_default(result.candidates, made)) if made else result
 
 
 def compiled(op: OpSpec, call: ArgSpec, mode: str, seed: int) -> Programs:
@@ -176,11 +171,11 @@ def _candidates(programs: Programs, inputs: Sequence[tuple[Any, ...]], problems:
     return checked(makers, problems, smallest=_SMALLEST)
 
 
-def _with_default(timed: tuple[Measured, ...], programs: Programs) -> tuple[Measured, ...]:
+def _with_default(measured: tuple[Measured, ...], programs: Programs) -> tuple[Measured, ...]:
     """Adds the call without a name, with the times of the implementation whose program it shares."""
-    default, times = list(programs)[-1], {each.name: each for each in timed}
+    default, times = list(programs)[-1], {each.name: each for each in measured}
     same = next((times[name] for name in times if programs[name] is programs[default]), None)
-    return timed if default in times or same is None else (*timed, replace(same, name=default, kind="default"))
+    return measured if default in times or same is None else (*measured, replace(same, name=default, kind="default"))
 
 
 def _check_memory(compiled: jax.stages.Compiled) -> None:

@@ -22,7 +22,6 @@ class TestSummary:
     """Summary of one run of tests/gpu.
 
     failures: names of the failed tests, each with the first line of its message.
-    was_ended: whether the run ended before all tests had run, by an error of pytest's own or an interrupt.
     """
 
     __test__ = False  # not a test class
@@ -35,7 +34,6 @@ class TestSummary:
     skipped: int
     seconds: float
     failures: tuple[str, ...] = ()
-    was_ended: bool = False
     schema_version: int = SCHEMA_VERSION
 
 
@@ -52,9 +50,7 @@ def summarize(report: Path) -> TestSummary:
     if suite is None:
         raise ResultsError(f"expected pytest's XML report at {report}, found no <testsuite> in it")
     failures, skipped = [], 0
-    cases = [case for case in suite.iter("testcase") if not _is_pytests_own(case)]
-    own = sum(map(_is_pytests_own, suite.iter("testcase")))
-    for case in cases:
+    for case in suite.iter("testcase"):
         fault = next((found for kind in ("failure", "error") if (found := case.find(kind)) is not None), None)
         if fault is not None:
             words = fault.get("message", "").splitlines() or [""]
@@ -64,18 +60,12 @@ def summarize(report: Path) -> TestSummary:
         date=f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
         device=gpu_state().get("gpu", ""),
         commit=commit(),
-        # An interrupted run lists the test under way, but does not count it.
-        passed=int(suite.get("tests", len(cases) + own)) - own - len(failures) - skipped,
+        passed=int(suite.get("tests", "0")) - len(failures) - skipped,
         failed=len(failures),
         skipped=skipped,
         seconds=round(float(suite.get("time", 0)), 1),
         failures=tuple(failures),
-        was_ended=own > 0,
     )
-
-
-def _is_pytests_own(case: ElementTree.Element) -> bool:
-    return (case.get("classname"), case.get("name")) == ("pytest", "internal")
 
 
 def write_summary(path: Path, summary: TestSummary) -> None:
@@ -101,10 +91,9 @@ def markdown(tests: Mapping[str, Any] | None, sanitizer: Mapping[str, Any] | Non
     """Makes one or two sentences for docs/correctness.md."""
     parts = []
     if tests:
-        ended = ", and then the run was ended" if tests.get("was_ended") else ""
         parts.append(
             f"`tests/gpu` on one {_stamp(tests)}: {tests['passed']} passed, {tests['failed']} failed, "
-            f"{tests['skipped']} skipped{ended} ([summary](notebooks/results/gpu-tests.json))."
+            f"{tests['skipped']} skipped ([summary](notebooks/results/gpu-tests.json))."
         )
         parts += [f"Failed: {name}." for name in tests["failures"]]
     if sanitizer:

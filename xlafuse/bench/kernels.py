@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import ArgSpec, OpSpec, Traffic, get_op, testing, tuning
+from pallas_kernels import ArgSpec, OpSpec, get_op, testing, tuning
 from pallas_kernels.specs import plain
 from xlafuse.bench import peers, ptxas
 from xlafuse.bench.candidates import (
@@ -25,15 +25,14 @@ from xlafuse.bench.candidates import (
     checked,
     copies,
     inputs_of,
-    measured,
     problem_of,
-    with_times,
+    timed,
 )
-from xlafuse.bench.ceiling import ceiling_candidates, fastest
+from xlafuse.bench.ceiling import ceiling_candidates
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Problem, ShapeResult, short_spec
 from xlafuse.bench.settings import Settings
-from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
+from xlafuse.bench.timing import Candidate, buffer_sets
 from xlafuse.errors import UnknownNameError, XlafuseError
 
 
@@ -96,26 +95,19 @@ def bench_shape(
 
     Failures go into the result's problems.
     """
-    start = time.monotonic()
     structs = plain(spec.structs())
     traffic = (op.forward_traffic if phase == "forward" else op.backward_traffic)(structs)
     sets = buffer_sets(traffic.bytes)
     result = ShapeResult(op=op.name, phase=phase, spec=spec.name, bytes=traffic.bytes, ceiling=None, candidates=())
-    problems: list[Problem] = []
-    try:
+
+    def make(problems: list[Problem]) -> list[Candidate]:
         cases = copies(testing.make_case(op, spec, settings.seed), sets)
-        candidates = _candidates(op, structs, phase, cases, traffic, settings, problems)
-    except Exception as error:  # memory ran out
-        problems.append(problem_of("xla", error))
-        candidates = []
-    if not candidates:
-        return replace(result, problems=tuple(problems), seconds=time.monotonic() - start)
-    ceilings = ceiling_candidates(traffic, sets=sets, seed=settings.seed)
-    timed_from = time.monotonic()
-    run = time_candidates([*ceilings, *candidates], rounds=settings.rounds, calls=settings.calls)
-    result = replace(result, ceiling=fastest(run.timings, [c.name for c in ceilings]), sets=sets)
-    timed = measured((*ceilings, *candidates), run)
-    return with_times(result, run, timed, problems, since=(start, timed_from), sampler=sampler)
+        candidates = _candidates(op, structs, phase, cases, settings, problems)
+        return [*ceiling_candidates(traffic, sets=sets, seed=settings.seed), *candidates] if candidates else []
+
+    result = timed(result, make, settings, sampler, baseline="xla")
+    ceilings = {c.name: c.timing.median_us for c in result.of_kind("ceiling")}
+    return replace(result, ceiling=min(ceilings, key=lambda name: ceilings[name], default=None))
 
 
 def _candidates(
@@ -123,7 +115,6 @@ def _candidates(
     structs: dict[str, Any],
     phase: str,
     cases: Sequence[testing.Case],
-    traffic: Traffic,
     settings: Settings,
     problems: list[Problem],
 ) -> list[Candidate]:
@@ -148,29 +139,17 @@ def _candidates(
     candidates = checked({call[0]: partial(make, *call) for call in calls}, problems)
     if not candidates or candidates[0].name != "xla":
         return []
-    asked = settings.peers if traffic.bytes >= 1e6 * settings.peer_megabytes else ()
-    names = dict.fromkeys((*peers.ALWAYS.get((op.name, phase), ()), *asked))
-    candidates += _peers([name for name in names if name not in peers.OF_THE_OPERATION], phase, cases, problems)
-    return candidates
+    names = dict.fromkeys((*peers.ALWAYS.get((op.name, phase), ()), *settings.peers))
+    wanted = [name for name in names if name not in peers.OF_THE_OPERATION]
+    return candidates + (_peers(wanted, phase, cases, problems) if wanted else [])
 
 
-def _peers(names: list[str], phase: str, cases: Sequence[testing.Case], problems: list[Problem]) -> list[Candidate]:
-    """Returns the peers that run and agree with XLA; a peer that failed is replaced by its fallback."""
-    if not names:
-        return []
+def _peers(names: Sequence[str], phase: str, cases: Sequence[testing.Case], problems: list[Problem]) -> list[Candidate]:
+    """Returns the peers that run and agree with XLA."""
     cases = [peers.as_trained(case) for case in cases]
     compared = peers.without_dropout(cases[0])
     expected = _peers_results(compared, phase)
-    candidates: list[Candidate] = []
-    while names:
-        name = names.pop(0)
-        made = _peer(name, phase, cases, compared, expected, problems)
-        candidates += made
-        fallback = peers.FALLBACKS.get(name)
-        has_failed = not made and problems[-1].kind == "failed"
-        if fallback and has_failed and fallback not in (*names, *(c.name for c in candidates)):
-            names.append(fallback)
-    return candidates
+    return [each for name in names for each in _peer(name, phase, cases, compared, expected, problems)]
 
 
 def _peers_results(case: testing.Case, phase: str) -> Mapping[str, jax.Array]:

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from xlafuse.bench.block import BASELINE, WALL_SECONDS, batch_and_length
-from xlafuse.bench.candidates import checked, with_times
+from xlafuse.bench.candidates import checked, timed
 from xlafuse.bench.environment import Sampler
-from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
+from xlafuse.bench.results import Measured, Problem, ShapeResult
 from xlafuse.bench.settings import ModelSettings
-from xlafuse.bench.timing import Candidate, Timing, time_candidates
+from xlafuse.bench.timing import Candidate, Timing
 from xlafuse.comparison import fit_plan
 from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
 from xlafuse.strategies import get_strategy
@@ -78,36 +78,38 @@ def _bench_phase(
     settings: ModelSettings,
     sampler: Sampler | None,
 ) -> ShapeResult:
-    start = time.monotonic()
-    chain = _chain(config, shape, phase, Decoder(config).params(jax.random.key(settings.seed)), settings.seed)
-    problems: list[Problem] = []
     measured: dict[str, Measured] = {}
 
-    def make(name: str) -> tuple[Candidate, Any]:
-        if measured and time.time() > settings.until:
-            raise TimeoutError("not begun, the time was up")
-        made, found, measured[name] = (_of_peer if name in PEERS else _of_strategy)(name, config, phase, chain)
-        return made, found
+    def make(problems: list[Problem]) -> list[Candidate]:
+        chain = _chain(config, shape, phase, Decoder(config).params(jax.random.key(settings.seed)), settings.seed)
 
-    makers = {name: partial(make, name) for name in (BASELINE, *settings.strategies, *settings.peers)}
-    candidates = checked(makers, problems, tolerance=_TOLERANCE)
-    timed_from = time.monotonic()
-    run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls, wall_seconds=WALL_SECONDS)
+        def of(name: str) -> tuple[Candidate, Any]:
+            if measured and time.time() > settings.until:
+                raise TimeoutError("not begun, the time was up")
+            made, found, measured[name] = (_of_peer if name in PEERS else _of_strategy)(name, config, phase, chain)
+            return made, found
+
+        names = (BASELINE, *settings.strategies, *settings.peers)
+        return checked({name: partial(of, name) for name in names}, problems, tolerance=_TOLERANCE)
+
     batch, length = batch_and_length(shape)
     tokens = batch * (1 if phase == "decode" else length)
     result = ShapeResult(
         op=f"{settings.model}, {config.layers} layers{', scanned' if config.is_scanned else ''}",
         phase=phase,
         spec=shape,
-        bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(chain.arguments[0])),
+        bytes=_bytes_of(jax.eval_shape(Decoder(config).params, jax.random.key(0))),
         ceiling=None,
         candidates=(),
     )
-    timed = tuple(
-        replace(measured[name], timing=timing, tokens_per_second=tokens / timing.wall_us * 1e6)
-        for name, timing in run.timings.items()
+    result = timed(result, make, settings, sampler, baseline=BASELINE, wall_seconds=WALL_SECONDS)
+    return replace(
+        result,
+        candidates=tuple(
+            replace(measured[c.name], timing=c.timing, tokens_per_second=tokens / c.timing.wall_us * 1e6)
+            for c in result.candidates
+        ),
     )
-    return with_times(result, run, timed, problems, since=(start, timed_from), sampler=sampler)
 
 
 def _of_strategy(name: str, config: DecoderConfig, phase: str, chain: _Chain) -> tuple[Candidate, Any, Measured]:
@@ -167,7 +169,11 @@ def least_bytes(config: DecoderConfig, shape: str, phase: str) -> int:
     elif phase != "forward":
         batch, length = batch_and_length(shape)
         held.append(jax.eval_shape(partial(decoder.empty_cache, batch, _cache_length(length))))
-    return sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(held))
+    return _bytes_of(held)
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def _cache_length(prompt: int) -> int:
@@ -261,8 +267,3 @@ def model_lines(result: ShapeResult) -> list[str]:
             f"{(each.peak_bytes or 0) / 1e9:.1f} GB"
         )
     return lines
-
-
-def model_summary(results: Results) -> list[str]:
-    """Lists what was left out; `model_lines` has already printed the phases."""
-    return [f"left out: {note}" for run in results.runs for note in run.left_out]

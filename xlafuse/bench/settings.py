@@ -51,16 +51,10 @@ class Settings:
         typer.Option(
             metavar="A,B,C",
             help="Libraries to time in the same run, if they have the operation: torch_compile, "
-            "torch_max_autotune, torch_eager, liger, quack, jax_triton, jla, jax_mosaic, cudnn, cudnn_dense_mask, "
-            "fa3, fa4, fa4_deterministic.",
+            "torch_max_autotune, torch_eager, liger, quack, jax_triton, jla, jax_mosaic, cudnn, fa3, fa4, "
+            "fa4_deterministic.",
         ),
     ] = ()
-    peer_megabytes: Annotated[
-        float,
-        typer.Option(
-            metavar="MB", help="Time peers only on shapes that move at least this much; compiling them takes a while."
-        ),
-    ] = 0.0
     variants: Annotated[bool, typer.Option("--variants", help="Also time the kernel configurations to tune.")] = False
     rounds: Rounds = 10
     calls: int = 4
@@ -92,8 +86,7 @@ class BlockSettings:
         tuple[str, ...],
         typer.Option(
             metavar="A,B,C",
-            help="The same block in PyTorch (torch_compile, torch_max_autotune, torch_eager), and in JAX without jit "
-            "(jax_eager).",
+            help="The same block in PyTorch: torch_compile, torch_max_autotune, torch_eager.",
         ),
     ] = ()
     rounds: Rounds = 8

@@ -25,8 +25,6 @@ from xlafuse.bench.rows import (
 )
 from xlafuse.bench.settings import PHASES
 
-_ASIDE = ("cudnn_dense_mask",)
-"""Rivals of single shapes, without a column among the means."""
 _PACKAGES = (
     *("jax", "torch", "triton", "liger-kernel", "jax-triton"),
     *("flash-attn3-jax", "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl"),
@@ -46,7 +44,7 @@ def overview(results: Results) -> str:
     if streamed:
         parts.append(_means_table(streamed))
     if multiplied:
-        parts.append(_product_means_table(multiplied))
+        parts.append(_means_table(multiplied, are_products=True))
     return "\n\n".join(parts)
 
 
@@ -77,7 +75,7 @@ def summary(results: Results) -> str:
                 continue
             share = geometric_mean([row.main.ceiling_share(row.ours) for row in memory])
             rate = geometric_mean([teraflops_per_second(row.main, row.ours) or math.nan for row in compute])
-            others = [[row.speed_up(rival) for rival in rival_names([row]) if rival not in _ASIDE] for row in table]
+            others = [[row.speed_up(rival) for rival in rival_names([row])] for row in table]
             fastest = [min(found) for ratios in others if (found := [x for x in ratios if math.isfinite(x)])]
             by_memory = len(memory) > len(compute)
             cells = [str(len(table)), _percent(share) if by_memory else "–", "–" if by_memory else _number(rate, 0)]
@@ -88,52 +86,14 @@ def summary(results: Results) -> str:
     return f"{_caption(results)}\n\n{markdown_table(header, lines, 'llrrrrr')}"
 
 
-LEAST_RATIO, LEAST_DIFFERENCE_US = 0.98, 0.5
-"""A rival counts as faster if it needs less than this share of our time and half a microsecond less: beyond noise."""
-LEAST_CEILING_SHARE = 0.90
-
-
-def shortfalls(results: Results) -> str:
-    """Makes the table of the calls that are behind their fastest rival, or far below the ceiling."""
-    table = [row for row in rows(results) if row.ours]
-    found = [(row, *short) for row in table if (short := _shortfall(row)) is not None]
-    words = (
-        f"In {len(found)} of {len(table)} measured calls ours is more than {100 * (1 - LEAST_RATIO):.0f} % and "
-        f"{LEAST_DIFFERENCE_US} µs behind the fastest rival, or bound by memory and below "
-        f"{100 * LEAST_CEILING_SHARE:.0f} % of the ceiling."
-    )
-    if not found:
-        return words
-    lines = [[*_named(row), _number(ratio, 2), than, *clock_and_power(row.main)] for row, than, ratio in found]
-    header = ["operation", "", "shape", "our speed", "over", "MHz", "W"]
-    return f"{words}\n\n{markdown_table(header, lines, 'lllrlrr')}\n\n{CLOCKS}"
-
-
-def _shortfall(row: Row) -> tuple[str, float] | None:
-    """Returns the fastest rival if it is faster than ours, or the ceiling if ours is far below it, and our speed."""
-    faster = {}
-    for name in ("xla", *rival_names([row])):
-        source = row.source(name)
-        if source is None or not row.speed_up(name) < LEAST_RATIO:
-            continue
-        if source[1].microseconds(row.ours) - source[1].microseconds(name) > LEAST_DIFFERENCE_US:
-            faster[name] = row.speed_up(name)
-    if faster:
-        rival = min(faster, key=lambda name: faster[name])
-        return RIVALS.get(rival) or str(rival), faster[rival]
-    share = row.main.ceiling_share(row.ours)
-    is_below = row.main.is_large and not is_bound_by_products(row.main) and share < LEAST_CEILING_SHARE
-    return ("the ceiling", share) if is_below else None
-
-
 def details(results: Results) -> str:
     """Makes the tables of every shape: memory-bound, bound by matrix products, and small, each row with its run."""
     streamed, small, multiplied = _parts(results)
     parts = [_caption(results)]
     if streamed:
-        parts += ["## Bound by memory", _large_table(streamed)]
+        parts += ["## Bound by memory", _shapes_table(streamed)]
     if multiplied:
-        parts += ["## Bound by matrix products", _product_table(multiplied), CLOCKS]
+        parts += ["## Bound by matrix products", _shapes_table(multiplied, are_products=True), CLOCKS]
     if small:
         parts += ["## Small calls", _small_table(small)]
     return "\n\n".join((*parts, "## Runs", _runs(results)))
@@ -151,11 +111,9 @@ def _caption(results: Results) -> str:
     runs = [run for run in results.runs if run.shapes]
     device = ", ".join(dict.fromkeys(run.environment.device_kind for run in runs))
     days = sorted({run.started[:10] for run in runs})
-    by_events = {c.name for shape in results.shapes for c in shape.candidates if c.timing.timer == "cuda_events"}
-    others = f", of {', '.join(sorted(by_events))} CUDA events" if by_events else ""
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}" if days else "never"
     return (
-        f"{device}, {when}. Median GPU time of a call (CUPTI{others}), inputs random normal, buffers past the L2 "
+        f"{device}, {when}. Median GPU time of a call (CUPTI), inputs random normal, buffers past the L2 "
         "cache. The ceiling is the faster of a plain copy and elementwise work on the same bytes. × is how many times "
         "as fast ours is; both times of a ratio are of one run, in turns."
     )
@@ -185,52 +143,38 @@ def _rival_heads(rivals: Iterable[str]) -> list[str]:
     return [f"× {RIVALS.get(name, name)}" for name in rivals]
 
 
-def _means_table(table: list[Row]) -> str:
+def _means_table(table: list[Row], *, are_products: bool = False) -> str:
     rivals = ["xla", *_ordered_rivals(table)]
     lines = []
-    for op, phase, group in [*grouped(table), ("geometric mean", "", table)]:
-        share = geometric_mean([row.main.ceiling_share(row.ours) for row in group])
-        means = (geometric_mean([row.speed_up(rival) for row in group]) for rival in rivals)
-        name = f"`{op}`" if phase else op
-        lines.append([name, phase, _percent(share), *(_number(mean, 2) for mean in means), str(len(group))])
-    header = ["bound by memory", "", "of the ceiling", *_rival_heads(rivals), "shapes"]
-    return markdown_table(header, lines, "ll" + "r" * (2 + len(rivals)))
-
-
-def _product_means_table(table: list[Row]) -> str:
-    rivals = ["xla", *(name for name in _ordered_rivals(table) if name not in _ASIDE)]
-    lines = []
-    for op, phase, group in grouped(table):
+    for op, phase, group in [*grouped(table), *([] if are_products else [("geometric mean", "", table)])]:
         speeds = sorted(teraflops_per_second(row.main, row.ours) or math.nan for row in group)
         ends = dict.fromkeys(_number(speed, 0) for speed in (speeds[0], speeds[-1]))
+        share = _percent(geometric_mean([row.main.ceiling_share(row.ours) for row in group]))
         means = (geometric_mean([row.speed_up(rival) for row in group]) for rival in rivals)
-        lines.append([f"`{op}`", phase, " to ".join(ends), *(_number(mean, 2) for mean in means), str(len(group))])
-    header = ["matrix products", "", "TF/s", *_rival_heads(rivals), "shapes"]
-    return markdown_table(header, lines, "ll" + "r" * (2 + len(rivals)))
+        first = [f"`{op}`" if phase else op, phase, " to ".join(ends) if are_products else share]
+        lines.append([*first, *(_number(mean, 2) for mean in means), str(len(group))])
+    first = ["matrix products", "", "TF/s"] if are_products else ["bound by memory", "", "of the ceiling"]
+    return markdown_table([*first, *_rival_heads(rivals), "shapes"], lines, "ll" + "r" * (2 + len(rivals)))
 
 
-def _product_table(table: list[Row]) -> str:
+def _shapes_table(table: list[Row], *, are_products: bool = False) -> str:
     rivals = _ordered_rivals(table)
     lines = []
     for row in table:
-        speed = teraflops_per_second(row.main, row.ours) or math.nan
-        cells = [*_named(row), _number(row.main.microseconds(row.ours), 1), _number(speed, 0)]
-        cells += [_number(row.speed_up(rival), 2) for rival in ("xla", *rivals)]
-        lines.append([*cells, *clock_and_power(row.main), _runs_of(row, rivals)])
-    header = ["operation", "", "shape", "µs", "TF/s", *_rival_heads(["xla", *rivals]), "MHz", "W", "run"]
-    return markdown_table(header, lines, "lll" + "r" * (5 + len(rivals)) + "l")
-
-
-def _large_table(table: list[Row]) -> str:
-    rivals = _ordered_rivals(table)
-    lines = []
-    for row in table:
-        cells = [*_named(row), _number(row.main.microseconds(row.ours), 1)]
-        cells += [_number(row.main.gigabytes_per_second(row.ours), 0), _percent(row.main.ceiling_share(row.ours))]
-        cells += [_number(row.speed_up(rival), 2) for rival in ("xla", *rivals)]
-        lines.append([*cells, _runs_of(row, rivals)])
-    header = ["operation", "", "shape", "µs", "GB/s", "of the ceiling", *_rival_heads(["xla", *rivals]), "run"]
-    return markdown_table(header, lines, "lll" + "r" * (4 + len(rivals)) + "l")
+        shape, ours = row.main, row.ours
+        speed = (
+            [_number(teraflops_per_second(shape, ours) or math.nan, 0)]
+            if are_products
+            else [_number(shape.gigabytes_per_second(ours), 0), _percent(shape.ceiling_share(ours))]
+        )
+        ratios = [_number(row.speed_up(rival), 2) for rival in ("xla", *rivals)]
+        activity = clock_and_power(shape) if are_products else ()
+        elsewhere = (f"{RIVALS.get(name, name)} {run}" for name, run in row.runs_elsewhere(rivals).items())
+        runs = ", ".join([str(row.run), *elsewhere])
+        lines.append([*_named(row), _number(shape.microseconds(ours), 1), *speed, *ratios, *activity, runs])
+    speed, activity = (["TF/s"], ["MHz", "W"]) if are_products else (["GB/s", "of the ceiling"], [])
+    header = ["operation", "", "shape", "µs", *speed, *_rival_heads(["xla", *rivals]), *activity, "run"]
+    return markdown_table(header, lines, "lll" + "r" * (len(header) - 4) + "l")
 
 
 def _small_table(table: list[Row]) -> str:
@@ -243,11 +187,6 @@ def _small_table(table: list[Row]) -> str:
 
 def _named(row: Row) -> list[str]:
     return [f"`{row.main.op}`", row.main.phase, short_spec(row.main.spec)]
-
-
-def _runs_of(row: Row, rivals: list[str]) -> str:
-    elsewhere = row.runs_elsewhere(rivals)
-    return ", ".join([str(row.run), *(f"{RIVALS.get(name, name)} {run}" for name, run in elsewhere.items())])
 
 
 def clock_and_power(shape: ShapeResult) -> tuple[str, str]:

@@ -66,7 +66,7 @@ def kernel_summary(results: Results) -> list[str]:
         }
         ratios = "  ".join(f"{rival} {mean:.2f}" for rival, mean in means.items() if not math.isnan(mean))
         lines.append(f"{op} {phase}: {100 * share:.0f} % of the ceiling  {ratios}  ({len(large)} shapes)")
-    lines += _left_out(results)
+    lines += left_out(results)
     return lines
 
 
@@ -96,7 +96,7 @@ def block_summary(results: Results) -> list[str]:
         ratios = "  ".join(f"{name} {mean:.3f}" for name, mean in means.items() if not math.isnan(mean))
         if cases:
             lines.append(f"{mode}, times as fast as {BASELINE}: {ratios}  ({len(cases)} shapes)")
-    return lines + _left_out(results)
+    return lines + left_out(results)
 
 
 def choice_lines(result: ShapeResult) -> list[str]:
@@ -128,7 +128,7 @@ def choice_summary(results: Results) -> list[str]:
     for result in results.shapes:
         if not is_measured(result):
             lines += [*choice_lines(result), *problem_lines(result)]
-    lines += _left_out(results)
+    lines += left_out(results)
     least = f", the least ratio {min(map(ratio, measured)):.3f}" if measured else ""
     lines.append(f"{len(measured)} of {len(results.shapes)} calls measured, {len(below)} below {BAR}{least}")
     behind = sum(map(is_behind, measured))
@@ -136,5 +136,6 @@ def choice_summary(results: Results) -> list[str]:
     return [*lines, f"{behind} more than 3 % and 0.5 µs behind the fastest{mean}"]
 
 
-def _left_out(results: Results) -> list[str]:
+def left_out(results: Results) -> list[str]:
+    """Lists what was not begun, or ended its process."""
     return [f"left out: {note}" for run in results.runs for note in run.left_out]

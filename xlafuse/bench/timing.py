@@ -38,12 +38,10 @@ _FAR_BEHIND = 1.1
 class Timing:
     """Times of one call, in microseconds.
 
-    `median_us`, `p20_us` and `p80_us` are the median and percentiles of a call's GPU time. With CUPTI that is the sum
-    over the call's kernels; with CUDA events it is the time between two events around the call, gaps included.
+    `median_us`, `p20_us` and `p80_us` are the median and percentiles of a call's GPU time, the sum over its kernels.
     `wall_us` is the median host time of a call among several in flight, launches and idle gaps included. `kernels` has
-    the kernel names in launch order, and is empty without CUPTI. `samples` counts calls. If CUPTI mixes the kernels of
-    several calls, each call counts with the mean of its turn. This happens with PyTorch, whose backward pass launches
-    from another thread.
+    the kernel names in launch order. `samples` counts calls. If CUPTI mixes the kernels of several calls, each call
+    counts with the mean of its turn. This happens with PyTorch, whose backward pass launches from another thread.
     """
 
     median_us: float
@@ -52,7 +50,6 @@ class Timing:
     wall_us: float
     kernels: tuple[str, ...]
     samples: int
-    timer: Literal["cupti", "cuda_events"] = "cupti"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +60,6 @@ class Candidate:
     call: the function; it may compile at its first call.
     inputs: sets of arguments, used in turns.
     wait: blocks until the call that returned this result has finished.
-    event_us: for calls whose kernels CUPTI does not see: runs a function and returns the microseconds between two
-        events around it.
     """
 
     name: str
@@ -72,7 +67,6 @@ class Candidate:
     call: Callable[..., Any]
     inputs: Sequence[tuple[Any, ...]]
     wait: Callable[[Any], Any] = jax.block_until_ready
-    event_us: Callable[[Callable[[], Any]], float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +136,6 @@ def time_candidates(
         attempt(turn, _Turn.run_once)
     spent, is_steady = _warm_up(lambda: [attempt(turn, _Turn.run_once) for turn in turns.values()], *warm_up_seconds)
     take_turns(lambda turn: turn.measure_wall(calls, wall_seconds), lambda turn: turn.median_wall_us)
-    for turn in turns.values():
-        attempt(turn, _Turn.choose_timer)
     take_turns(lambda turn: turn.measure_gpu(calls), lambda turn: turn.median_us)
     return TimingRun(
         timings={name: turn.timing() for name, turn in turns.items() if name not in failures},
@@ -183,7 +175,6 @@ class _Turn:
     def __init__(self, candidate: Candidate):
         self.candidate = candidate
         self._at = -1
-        self._timer: Literal["cupti", "cuda_events"] = "cupti"
         self._gpu_us: list[float] = []
         self._wall_us: list[float] = []
         self._kernels: tuple[str, ...] = ()
@@ -195,12 +186,6 @@ class _Turn:
     def run_once(self) -> None:
         self.candidate.wait(self.call())
 
-    def choose_timer(self) -> None:
-        if not _kernel_records(self.run_once, 2):
-            if self.candidate.event_us is None:
-                raise RuntimeError(f"CUPTI saw no kernel of {self.candidate.name!r}; is another profiler on?")
-            self._timer = "cuda_events"
-
     def measure_wall(self, calls: int, seconds: float) -> None:
         start = time.perf_counter()
         result, made = None, 0
@@ -211,10 +196,6 @@ class _Turn:
         self._wall_us.append((time.perf_counter() - start) / made * 1e6)
 
     def measure_gpu(self, calls: int) -> None:
-        if self._timer == "cuda_events":
-            assert self.candidate.event_us is not None
-            self._gpu_us += [self.candidate.event_us(self.call) for _ in range(calls)]
-            return
         records = _kernel_records(self.run_once, calls)
         if not records or len(records) % calls:
             raise RuntimeError(
@@ -243,7 +224,6 @@ class _Turn:
             wall_us=float(np.median(self._wall_us)),
             kernels=self._kernels,
             samples=len(self._gpu_us),
-            timer=self._timer,
         )
 
 

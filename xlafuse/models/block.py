@@ -32,13 +32,19 @@ class Norm(nnx.Module):
 
     def __call__(self, x: Array, implementation: str) -> tuple[Array, Array]:
         """Normalises `x` (B, T, hidden); returns the result and the `x` for the residual stream."""
-        scale, epsilon = self.scale[...], self.config.epsilon
         bias = self.bias[...] if self.config.norm == "layer_norm" else None
-        if implementation != "xla":
-            return kernels.normalise(self.config, x, scale, bias, _named(implementation))
-        if bias is not None:
-            return layers.layer_norm(x, scale, bias, epsilon=epsilon), x
-        return layers.rms_norm(x, scale, epsilon=epsilon), x
+        return normalised(self.config, x, self.scale[...], bias, implementation)
+
+
+def normalised(
+    config: BlockConfig, x: Array, scale: Array, bias: Array | None, implementation: str
+) -> tuple[Array, Array]:
+    """Normalises `x` (B, T, hidden) by a plan's `implementation`; see `Norm`."""
+    if implementation != "xla":
+        return kernels.normalise(config, x, scale, bias, _named(implementation))
+    if bias is not None:
+        return layers.layer_norm(x, scale, bias, epsilon=config.epsilon), x
+    return layers.rms_norm(x, scale, epsilon=config.epsilon), x
 
 
 def _named(implementation: str) -> str | None:

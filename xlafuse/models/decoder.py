@@ -13,8 +13,8 @@ from flax import nnx
 from jax import Array
 
 from xlafuse.errors import UnknownNameError
-from xlafuse.models import kernels, layers
-from xlafuse.models.block import KeyValueCache, TransformerBlock
+from xlafuse.models import kernels
+from xlafuse.models.block import KeyValueCache, TransformerBlock, normalised
 from xlafuse.models.config import BlockConfig, get_preset
 from xlafuse.models.plan import FusionPlan
 
@@ -202,9 +202,5 @@ class Decoder:
     def _norm(self, params: Params, x: Array) -> Array:
         config, bias = self.config.block, params.get("bias")
         with jax.named_scope("final_norm"):
-            if self.plan.mlp_norm in ("mosaic", "best"):
-                how = None if self.plan.mlp_norm == "best" else self.plan.mlp_norm
-                return kernels.normalise(config, x, params["scale"], bias, how)[0]
-            if bias is not None:
-                return layers.layer_norm(x, params["scale"], bias, epsilon=config.epsilon)
-            return layers.rms_norm(x, params["scale"], epsilon=config.epsilon)
+            how = self.plan.mlp_norm if self.plan.mlp_norm in ("mosaic", "best") else "xla"
+            return normalised(config, x, params["scale"], bias, how)[0]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import layer_norm
+from xlafuse.models import layers
 from xlafuse.numerics import isolate
 from xlafuse.studies.records import Claim, Conclusion, Finding, Row, Study, StudyResult
 
@@ -21,11 +22,7 @@ Operands = Mapping[str, Any]
 
 def reference(x: Any, residual: Any, scale: Any, bias: Any) -> Any:
     """LayerNorm of a residual sum, in the dtype of its arguments and at least float32."""
-    dtype, wide = jnp.asarray(x).dtype, jnp.promote_types(jnp.asarray(x).dtype, jnp.float32)
-    stream = (x + residual).astype(wide)
-    centred = stream - jnp.mean(stream, axis=-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 1e-6)
-    return (normed * jnp.asarray(scale).astype(wide) + jnp.asarray(bias).astype(wide)).astype(dtype)
+    return layers.layer_norm(jnp.asarray(x + residual), jnp.asarray(scale), jnp.asarray(bias), epsilon=1e-6)
 
 
 def kernel(x: Any, residual: Any, scale: Any, bias: Any) -> Any:

@@ -6,11 +6,13 @@ Weights are (features, outputs), as in `pallas_kernels.linear`; sums are float32
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from xlafuse.models.layers import layer_norm, rms_norm
 from xlafuse.studies.variants import Variant
 
 ROWS = (1, 16, 512, 8192)
@@ -41,16 +43,6 @@ def dot(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def rms(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Computes the RMSNorm of each row, with epsilon 1e-6."""
-    wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-    return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
-
-
-def layer(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    """Computes the LayerNorm of each row, with epsilon 1e-5."""
-    wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + 1e-5)
-    return (centred * inverse * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+rms = partial(rms_norm, epsilon=1e-6)
+layer = partial(layer_norm, epsilon=1e-5)
+"""Norms of each row, with a scale, and for `layer` a bias."""

@@ -27,23 +27,10 @@ from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.elementwise import COMPILER_PARAMS
 from pallas_kernels.primitives.platform import target_device, varying_like
 
-
-@dataclass(frozen=True, kw_only=True)
-class HeadsConfig:
-    """How a launch splits its work.
-
-    vector: values of an access, 8 or 4. at_once: neighbouring heads that a block reads together. strip: all its
-    neighbouring heads, which share their rows' angles; without sums for biases, which would take too many registers.
-    Both are smaller if the numbers of heads are no multiples, or blocks are few.
-    blocks_per_core: the most blocks for each streaming multiprocessor if they sum over rows: as many as it holds.
-    trips: the most tiles that other blocks take in turn.
-    """
-
-    vector: int = 4
-    at_once: int = 2
-    strip: int = 8
-    blocks_per_core: int = 4
-    trips: int = 4
+_STRIP = 8
+"""The most neighbouring heads of a block, which share their rows' angles."""
+_BLOCKS_PER_CORE = 4
+"""The blocks that a multiprocessor holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +79,6 @@ def launch_heads(
     name: str,
     is_interleaved: bool = False,
     every: int = 1,
-    config: HeadsConfig | None = None,
 ) -> tuple[HeadResult, ...]:
     """Normalises and rotates heads of `size` columns, a power of two, or computes the gradient of that.
 
@@ -103,7 +89,7 @@ def launch_heads(
     busy = [each for each in heads if each.has_work]
     rows, half = busy[0].array.shape[0], size // 2
     pairs = Pairs(dtype=busy[0].array.dtype, is_interleaved=is_interleaved)
-    plan = _plan(busy, size=size, every=every, pairs=pairs, is_backward=is_backward, config=config or HeadsConfig())
+    plan = _plan(busy, size=size, every=every, pairs=pairs, is_backward=is_backward)
     period = rows if tables is None else tables[0].shape[0]
     if period != rows and period % plan.tile.rows == 0:
         plan = replace(plan, period=period)
@@ -163,9 +149,7 @@ def launch_heads(
     return tuple(result(next(parts), each.array) if each.has_work else HeadResult(array=each.array) for each in heads)
 
 
-def _plan(
-    heads: Sequence[HeadArray], *, size: int, every: int, pairs: Pairs, is_backward: bool, config: HeadsConfig
-) -> Plan:
+def _plan(heads: Sequence[HeadArray], *, size: int, every: int, pairs: Pairs, is_backward: bool) -> Plan:
     rows = heads[0].array.shape[0]
     parts = tuple(
         Part(
@@ -179,19 +163,23 @@ def _plan(
         )
         for i, each in enumerate(heads)
     )
-    tile = HeadTile.of(size, 1 if pairs.are_apart else config.vector)
+    widths = (1,) if pairs.are_apart else (4, 2, 1)  # fewer rows than a tile's are padded
+    tile = next((tile for tile in (HeadTile.of(size, v) for v in widths) if tile.rows <= rows), HeadTile.of(size, 1))
     units, count = -(-rows // tile.rows), sum(part.heads for part in parts)
+    has_norms = any(part.epsilon is not None for part in parts)
     has_biases = is_backward and any(part.has_bias for part in parts)
     has_sums = has_biases or (is_backward and any(part.has_scale for part in parts))
-    blocks = target_device().core_count * config.blocks_per_core
-    strip = config.at_once if has_biases else config.strip
+    # Norms and sums take registers; sums for biases are of each head.
+    at_once = 2 if has_norms or has_sums else 4
+    blocks = target_device().core_count * _BLOCKS_PER_CORE
+    strip = at_once if has_biases else _STRIP
     while strip > 1 and (units * count < 2 * strip * blocks or any(part.heads % strip for part in parts)):
         strip //= 2
     strips = count // strip
     if has_sums:
         groups = max(1, min(units, blocks // strips))
     else:
-        groups = -(-units // max(1, min(config.trips, units * strips // (4 * blocks))))
+        groups = -(-units // max(1, min(4 if has_norms else 1, units * strips // (4 * blocks))))
     return Plan(
         size=size,
         every=every,
@@ -202,6 +190,6 @@ def _plan(
         is_backward=is_backward,
         parts=parts,
         strip=strip,
-        at_once=min(config.at_once, strip),
+        at_once=min(at_once, strip),
         groups=groups,
     )

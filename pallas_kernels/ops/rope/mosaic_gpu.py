@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import jax
 
-from pallas_kernels.ops.rope.heads import HeadArray, HeadsConfig, launch_heads
-from pallas_kernels.ops.rope.pairs import HeadTile
+from pallas_kernels.ops.rope.heads import HeadArray, launch_heads
 
 
 def rope_rotate(
@@ -30,7 +29,6 @@ def rope_rotate(
     """
     batch, length, _, size = arrays[0].shape
     rows = batch * length
-    vector = next((v for v in (4, 2) if HeadTile.of(rotated, v).rows <= rows), 1)  # fewer rows than a tile's are padded
     results = launch_heads(
         [HeadArray(array=array.reshape(rows, -1), is_rotated=True) for array in arrays],
         (cos, sin),
@@ -39,6 +37,5 @@ def rope_rotate(
         is_interleaved=interleaved,
         every=size // rotated,
         name="rope",
-        config=HeadsConfig(vector=vector, at_once=4, strip=8, trips=1),
     )
     return tuple(own.array.reshape(array.shape) for own, array in zip(results, arrays, strict=True))

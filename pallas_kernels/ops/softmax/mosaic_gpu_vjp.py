@@ -28,7 +28,7 @@ from jax import lax
 from pallas_kernels.ops.softmax.config import SHARED_BYTES, RowConfig, default_backward
 from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, whole_row_segments
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
-from pallas_kernels.ops.softmax.rounding import quotient, remainder
+from pallas_kernels.ops.softmax.rounding import pairwise, quotient, remainder
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.row_kernel import RowChunks, row_kernel
@@ -139,8 +139,7 @@ def _shared_row_gradient(weights: jax.Array, dy: jax.Array, *, masking: Masking,
     rows, features = weights.shape
     warpgroups = config.shared_warpgroups
     segments = split_warp_row(features, weights.dtype.itemsize, warpgroups=warpgroups)
-    if segments is None or masking.queries is not None:
-        raise ValueError(f"{features} features, {masking}: not for {warpgroups} warpgroups; use one.")
+    assert segments is not None
     line = features // (warpgroups * WARPS)
     parts = (warpgroups, WARPS, line)
     access = 32 * segments[0].vector
@@ -177,7 +176,7 @@ def _shared_row_gradient(weights: jax.Array, dy: jax.Array, *, masking: Masking,
             plgpu.barrier_arrive(summed.at[turn])
             plgpu.barrier_wait(summed.at[turn])
             lines = [(g, w) for g in range(warpgroups) for w in range(WARPS)]
-            return [_pairwise([sums[(turn, s, *at)] for at in lines]) for s in range(len(state))]
+            return [pairwise([sums[(turn, s, *at)] for at in lines]) for s in range(len(state))]
 
         def center(dy, means):
             return functools.reduce(lambda dy, mean: map_row(lambda d: d - mean, dy), means, dy)
@@ -211,9 +210,3 @@ def _shared_row_gradient(weights: jax.Array, dy: jax.Array, *, masking: Masking,
         compiler_params=compiler_params(weights.dtype, reduction_scratch_bytes=512),
     )(weights.reshape(rows, *parts), dy.reshape(rows, *parts))
     return dx.reshape(weights.shape)
-
-
-def _pairwise(values: list[jax.Array]) -> jax.Array:
-    while len(values) > 1:
-        values = [sum(values[i + 1 : i + 2], values[i]) for i in range(0, len(values), 2)]
-    return values[0]

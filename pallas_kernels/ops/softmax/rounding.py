@@ -65,7 +65,12 @@ def online_add(state: tuple[jax.Array, jax.Array], pieces: RowValues) -> tuple[j
     """
     before, totals = state
     highest = functools.reduce(jnp.maximum, pieces, before)
-    weights = [jnp.exp(piece - highest) for piece in pieces]
-    while len(weights) > 1:
-        weights = [sum(weights[i + 1 : i + 2], start=weights[i]) for i in range(0, len(weights), 2)]
-    return highest, totals * jnp.exp(before - highest) + weights[0]
+    weights = pairwise([jnp.exp(piece - highest) for piece in pieces])
+    return highest, totals * jnp.exp(before - highest) + weights
+
+
+def pairwise(values: list[jax.Array]) -> jax.Array:
+    """Adds up values pair by pair."""
+    while len(values) > 1:
+        values = [sum(values[i + 1 : i + 2], start=values[i]) for i in range(0, len(values), 2)]
+    return values[0]

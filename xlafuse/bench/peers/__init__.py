@@ -7,7 +7,8 @@ NotImplementedError for an operation that the library lacks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -26,7 +27,6 @@ _MODULES = {
     "torch_eager": "torch_ops",
     "liger": "liger",
     "cudnn": "jax_attention",
-    "cudnn_dense_mask": "jax_attention",
     "jla": "jax_attention",
     "jax_mosaic": "jax_attention",
     "fa3": "flash_attention",
@@ -41,9 +41,6 @@ OF_THE_OPERATION = ("xla", "jax_triton")
 
 ALWAYS = {("quantized_linear", "forward"): ("xla_bf16",)}
 """Peers that an operation and phase always runs against."""
-
-FALLBACKS = {"torch_compile": "torch_eager", "torch_max_autotune": "torch_eager"}
-"""Peer to time instead if one fails; Inductor fails without a C compiler."""
 
 
 def is_joint(case: Case) -> bool:
@@ -66,6 +63,23 @@ def without_dropout(case: Case) -> Case:
     """
     rates = {name: Static(0.0) for name in _DROPOUT_RATES if plain(case.arguments).get(name)}
     return replace(case, arguments={**case.arguments, **rates}) if rates else case
+
+
+def arguments_of(library: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what an operation's arguments ask of a library's function: those that are not None, False or 0.0.
+
+    Raises NotImplementedError unless its signature takes them: what it has no parameter for, the library lacks.
+    """
+    asked = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None and value is not False and not (isinstance(value, float) and value == 0)
+    }
+    try:
+        inspect.signature(function).bind(**asked)
+    except TypeError as error:
+        raise NotImplementedError(f"{library} is not compared with these arguments: {error}") from None
+    return asked
 
 
 @dataclass(frozen=True)

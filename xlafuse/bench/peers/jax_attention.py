@@ -1,4 +1,4 @@
-"""Attention from JAX: cuDNN's flash attention, also with a dense mask, and Mosaic GPU kernels of JAX and of `jla`.
+"""Attention from JAX: cuDNN's flash attention, and Mosaic GPU kernels of JAX and of `jla`.
 
 JAX's Mosaic kernel (`jax.experimental.pallas.ops.gpu.attention_mgpu`, for Hopper GPUs) takes float16 and has no scale,
 so that operands are cast and scaled outside the timing. Its backward pass has no mask.
@@ -18,6 +18,7 @@ from jax.experimental.pallas.ops.gpu.attention_mgpu import attention as mosaic_a
 from pallas_kernels.ops.attention.cudnn import cudnn_attention
 from pallas_kernels.specs import plain
 from pallas_kernels.testing import Case
+from xlafuse.bench.peers import arguments_of
 from xlafuse.bench.timing import Candidate
 
 _OPERANDS = ("query", "key", "value")
@@ -28,14 +29,14 @@ def attention_candidate(
 ) -> tuple[Candidate, Mapping[str, Any]]:
     """Returns the candidate and its first results. The backward pass uses the residuals of one forward pass.
 
-    function: maps (query, key, value) and the other arguments of `pallas_kernels.attention` to the output; raises
-        NotImplementedError for what the library lacks.
+    function: maps (query, key, value) and arguments of `pallas_kernels.attention` that the library has to the output.
     """
     if operation != "attention":
         raise NotImplementedError(f"{name} has no {operation}, only attention")
 
     def forward(arguments):
-        return (function(**plain(arguments)),)
+        given = {key: value for key, value in plain(arguments).items() if key != "dropout_key"}
+        return (function(**arguments_of(name, function, given)),)
 
     if phase == "forward":
         call, inputs = jax.jit(forward), [(case.arguments,) for case in cases]
@@ -58,22 +59,18 @@ def attention_candidate(
     return Candidate(name=name, kind="peer", call=call, inputs=inputs), named
 
 
-def cudnn(query, key, value, *, is_causal=False, window=None, segment_ids=None, bias=None, **others):
+def cudnn(query, key, value, *, is_causal=False, window=None, segment_ids=None, bias=None):
     """Runs `pallas_kernels.attention` by cuDNN, with segments as a dense mask."""
-    unknown = [name for name, wanted in others.items() if name != "dropout_key" and wanted]
-    if unknown:
-        raise NotImplementedError(f"cuDNN's attention through JAX has no {', '.join(unknown)}")
     if segment_ids is not None:
         mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
         return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=is_causal, implementation="cudnn")
     return cudnn_attention(query, key, value, bias=bias, is_causal=is_causal, window=window)
 
 
-def decode_attention(query, key_cache, value_cache, lengths, *, scale=None, **others):
+def decode_attention(query, key_cache, value_cache, lengths, *, scale=None):
     """Runs `pallas_kernels.decode_attention` by cuDNN, for one token a sequence."""
-    unknown = [name for name, wanted in others.items() if wanted is not None]
-    if unknown or query.shape[1] != 1:
-        raise NotImplementedError("cuDNN's decoding through JAX has one token a sequence, no window, softcap or pages")
+    if query.shape[1] != 1:
+        raise NotImplementedError("cuDNN's decoding through JAX has one token a sequence")
     return jax.nn.dot_product_attention(
         query,
         key_cache,
@@ -85,34 +82,13 @@ def decode_attention(query, key_cache, value_cache, lengths, *, scale=None, **ot
     )
 
 
-def cudnn_dense_mask(query, key, value, *, is_causal=False, window=None, **others):
-    """Runs windowed attention with a dense mask, as a library without windows does.
-
-    The call makes the mask once for all heads.
-    """
-    unknown = [name for name, wanted in others.items() if name != "dropout_key" and wanted is not None]
-    if unknown or window is None:
-        raise NotImplementedError("only windows are compared with a dense mask here; for segments the peer cudnn is")
-    left, right = (window, window) if isinstance(window, int) else window
-    ahead = jnp.arange(key.shape[1])[None] - jnp.arange(query.shape[1])[:, None]
-    mask = jnp.ones(ahead.shape, bool)
-    if left is not None:
-        mask &= ahead >= -left
-    right = 0 if is_causal else right
-    if right is not None:
-        mask &= ahead <= right
-    return jax.nn.dot_product_attention(query, key, value, mask=mask[None, None], implementation="cudnn")
-
-
-def jla(query, key, value, *, is_causal=False, window=None, segment_ids=None, **others):
+def jla(query, key, value, *, is_causal=False, window=None, segment_ids=None):
     """Runs `pallas_kernels.attention` by the Mosaic GPU kernel of jax-linear-attention."""
     from jla.ops.mosaic_gpu.attention import flash_attention  # pyright: ignore[reportMissingImports]
 
-    unknown = [name for name, wanted in others.items() if name != "dropout_key" and wanted]
-    if unknown or not is_causal or query.shape[3] not in (64, 128):
-        raise NotImplementedError("jla's attention is causal, for head sizes 64 and 128, without bias or dropout")
-    left = None if window is None else window[0]
-    size = None if left is None else left + 1
+    if not is_causal or query.shape[3] not in (64, 128):
+        raise NotImplementedError("jla's attention is causal, for head sizes 64 and 128")
+    size = None if window is None or window[0] is None else window[0] + 1
     return flash_attention(query, key, value, segment_ids=segment_ids, sliding_window=size)
 
 
@@ -122,12 +98,12 @@ _KEYS = {64: 256, 128: 128, 256: 64}
 """Keys of a step by head size: the most that fit in shared memory, as the kernel's own benchmark has them."""
 
 
-def jax_mosaic(query, key, value, *, is_causal=False, **others) -> jax.Array:
+def jax_mosaic(query, key, value, *, is_causal=False, scale=None) -> jax.Array:
     """Runs `pallas_kernels.attention` by JAX's Mosaic kernel, for float16 and queries that are already scaled."""
-    unknown = [name for name, wanted in others.items() if name not in ("scale", "dropout_key") and wanted]
+    del scale  # queries have it
     size, keys = query.shape[3], key.shape[1]
-    if unknown or size not in _KEYS or query.shape[1] % _ROWS or keys % _KEYS[size]:
-        raise NotImplementedError("JAX's attention is causal or without a mask, for head sizes 64, 128 and 256")
+    if size not in _KEYS or query.shape[1] % _ROWS or keys % _KEYS[size]:
+        raise NotImplementedError("JAX's attention has head sizes 64, 128 and 256, and whole blocks of tokens")
     blocks = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
     forward = {"block_q": _ROWS // 2, "block_kv": _KEYS[size], "max_concurrent_steps": 2, "causal": is_causal}
     config = TuningConfig(**forward, **blocks, compute_wgs_bwd=2 if size <= 128 else 1)
@@ -144,17 +120,15 @@ def _as_float16(case: Case, scale: float) -> Case:
     )
 
 
-_FUNCTIONS = {"cudnn": cudnn, "cudnn_dense_mask": cudnn_dense_mask, "jax_mosaic": jax_mosaic, "jla": jla}
+_FUNCTIONS = {"cudnn": cudnn, "jax_mosaic": jax_mosaic, "jla": jla}
 
 
 def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
     """Returns the candidate and its first results; see `xlafuse.bench.peers`."""
     if name == "cudnn" and operation == "decode_attention" and phase == "forward":
-        call = jax.jit(lambda arguments: (decode_attention(**plain(arguments)),))
+        call = jax.jit(lambda given: (decode_attention(**arguments_of(name, decode_attention, plain(given))),))
         inputs = [(case.arguments,) for case in cases]
         return Candidate(name=name, kind="peer", call=call, inputs=inputs), {"output 0": call(*inputs[0])[0]}
-    if name == "cudnn_dense_mask" and phase != "forward":
-        raise NotImplementedError("dense masks are compared in the forward pass only")
     if name != "jax_mosaic" or operation != "attention":
         return attention_candidate(name, _FUNCTIONS[name], operation, phase, cases)
     first = plain(cases[0].arguments)

@@ -18,37 +18,27 @@ from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate, u
 from xlafuse.bench.timing import Candidate
 
 
-def rms_norm(x, scale, residual=None, epsilon=1e-6, rounds_before_scale=False):
+def rms_norm(x, scale, residual=None, epsilon=1e-6):
     """RMS norm, computed in float32 like ours ("gemma"), not in place."""
-    if rounds_before_scale:
-        raise NotImplementedError("Liger rounds once, after the scale")
     if residual is None:
         return (ops.LigerRMSNormFunction.apply(x, scale, epsilon, 0.0, "gemma", False),)
     return ops.LigerFusedAddRMSNormFunction.apply(x, residual, scale, epsilon, 0.0, "gemma", False)
 
 
-def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6, rounds_before_scale=False):
+def layer_norm(x, scale, bias, residual=None, epsilon=1e-6):
     """Layer norm with scale and bias; PyTorch adds the residual."""
-    if rounds_before_scale:
-        raise NotImplementedError("Liger rounds once, after the scale")
-    if scale is None or bias is None:
-        raise NotImplementedError("Liger's layer norm takes a scale and a bias")
     total = x if residual is None else x + residual
     y = ops.LigerLayerNormFunction.apply(total, scale, bias, epsilon)
     return (y,) if residual is None else (y, total)
 
 
-def softmax(x, axis=-1, scale=None, mask=None, is_causal=False):
-    """Softmax along the last axis, without a mask."""
-    if axis not in (-1, x.ndim - 1) or mask is not None or is_causal or scale not in (None, 1.0):
-        raise NotImplementedError("Liger's softmax has no scale, no mask, and no axis but the last")
+def softmax(x):
+    """Softmax along the last axis."""
     return (ops.LigerSoftmaxFunction.apply(x),)
 
 
-def gated_activation(gate, up=None, activation="silu"):
+def gated_activation(gate, up, activation="silu"):
     """SwiGLU, and GEGLU with tanh; gate and up are separate arrays."""
-    if up is None:
-        raise NotImplementedError("packed gate and up are not compared with Liger's")
     functions = {"silu": ops.LigerSiLUMulFunction, "gelu_tanh": ops.LigerGELUMulFunction}
     if activation not in functions:
         raise NotImplementedError(f"Liger has no gate with {activation}, only {', '.join(functions)}")
@@ -63,14 +53,12 @@ def rope(query, key, cosine, sine):
 
 def with_angles(arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns RoPE's arguments in Liger's form."""
-    if arguments.get("interleaved"):
-        raise NotImplementedError("Liger's rope is the half-split one")
     prepared = torch_functions.with_angles(arguments)
     for name in ("cosine", "sine"):
         values = prepared[name].squeeze(-2)
         values = torch.cat((values, values), -1).to(prepared["query"].dtype)
         prepared[name] = values if values.ndim == 3 else values[None]
-    return {name: prepared[name] for name in ("query", "key", "cosine", "sine")}
+    return prepared
 
 
 def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0.0, reduction="none"):

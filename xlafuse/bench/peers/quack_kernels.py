@@ -18,10 +18,8 @@ def _rows(x):
     return x.reshape(-1, x.shape[-1])
 
 
-def rms_norm(x, scale=None, residual=None, epsilon=1e-6, rounds_before_scale=False):
+def rms_norm(x, scale=None, residual=None, epsilon=1e-6):
     """See `pallas_kernels.rms_norm`."""
-    if rounds_before_scale:
-        raise NotImplementedError("quack rounds once, after the scale")
     if residual is None:
         return (quack.rmsnorm(x, scale, eps=epsilon),)
     return quack.rmsnorm(x, scale, residual=residual, eps=epsilon, prenorm=True)
@@ -42,12 +40,8 @@ class _LayerNorm(torch.autograd.Function):
         return *layernorm_bwd(x, scale, dy.contiguous(), rstd, mean), None
 
 
-def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6, rounds_before_scale=False):
+def layer_norm(x, scale, bias, residual=None, epsilon=1e-6):
     """See `pallas_kernels.layer_norm`; PyTorch adds the residual."""
-    if rounds_before_scale:
-        raise NotImplementedError("quack rounds once, after the scale")
-    if scale is None or bias is None:
-        raise NotImplementedError("quack's layer norm is compared with a scale and a bias")
     total = x if residual is None else x + residual
     y = _LayerNorm.apply(_rows(total), scale, bias, epsilon).reshape(x.shape)
     return (y,) if residual is None else (y, total)
@@ -58,17 +52,13 @@ def with_float32_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value.float() if name in ("scale", "bias") else value for name, value in arguments.items()}
 
 
-def softmax(x, axis=-1, scale=None, mask=None, is_causal=False):
-    """Softmax along the last axis, without a mask."""
-    if axis not in (-1, x.ndim - 1) or mask is not None or is_causal or scale not in (None, 1.0):
-        raise NotImplementedError("quack's softmax has no scale, no mask, and no axis but the last")
+def softmax(x):
+    """Softmax along the last axis."""
     return (quack.softmax(_rows(x)).reshape(x.shape),)
 
 
-def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0.0, reduction="none"):
+def cross_entropy(logits, labels, ignore_index=-1, reduction="none"):
     """See `pallas_kernels.cross_entropy`."""
-    if label_smoothing or z_loss:
-        raise NotImplementedError("quack's cross-entropy has no label smoothing and no z-loss")
     loss = quack.cross_entropy(_rows(logits), labels.reshape(-1), ignore_index=ignore_index, reduction=reduction)
     return (loss.reshape(labels.shape) if reduction == "none" else loss,)
 

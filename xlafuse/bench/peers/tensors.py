@@ -15,7 +15,7 @@ import torch  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.specs import Arguments, plain
 from pallas_kernels.testing import Case
-from xlafuse.bench.peers import is_joint
+from xlafuse.bench.peers import arguments_of, is_joint
 from xlafuse.bench.timing import Candidate
 
 Function = Callable[..., tuple[Any, ...]]
@@ -61,7 +61,7 @@ def forward_candidate(
             return function(**arguments)
 
     torch.cuda.empty_cache()  # frees the last shape's memory, which JAX shares
-    inputs = [(prepare(tensors(case.arguments)),) for case in cases]
+    inputs = [(arguments_of(name, function, prepare(tensors(case.arguments))),) for case in cases]
     candidate, results = _ran_once(name, call, inputs)
     return candidate, {f"output {i}": result for i, result in enumerate(results)}
 
@@ -80,7 +80,7 @@ def backward_candidate(
     names = [name for name in cases[0].differentiable if name not in left_out]
     inputs = []
     for case in cases:
-        arguments = prepare(tensors(case.arguments))
+        arguments = arguments_of(name, function, prepare(tensors(case.arguments)))
         leaves = [arguments[name].requires_grad_() for name in names]
         cotangents = [to_torch(cotangent) for cotangent in case.cotangents]
         outputs = None if is_joint(case) else function(**arguments)
@@ -108,17 +108,8 @@ def candidate_of(name: str, call: Callable[..., Any], inputs: Sequence[tuple[Any
     """Returns the candidate, and copies of the tensors that it returns for its first inputs."""
     results = [result.detach().clone() for result in call(*inputs[0])]
     torch.cuda.synchronize()
-    return Candidate(name=name, kind="peer", call=call, inputs=inputs, wait=_wait, event_us=_event_us), results
+    return Candidate(name=name, kind="peer", call=call, inputs=inputs, wait=_wait), results
 
 
 def _wait(_: Any) -> None:
     torch.cuda.synchronize()
-
-
-def _event_us(thunk: Callable[[], Any]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    thunk()
-    end.record()
-    end.synchronize()
-    return 1e3 * start.elapsed_time(end)

@@ -15,6 +15,7 @@ import torch._dynamo  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
 from xlafuse.bench.peers.tensors import candidate_of, to_jax, to_torch
+from xlafuse.bench.peers.torch_functions import angles, rotated
 from xlafuse.bench.peers.torch_ops import COMPILE_MODES
 from xlafuse.bench.timing import Candidate
 from xlafuse.models import BlockConfig
@@ -51,18 +52,13 @@ def block(
     def heads(name, x, count):
         return linear(name, x).unflatten(-1, (count, config.head_dim))
 
-    def rotate(x):
-        first, second = x.float().chunk(2, -1)
-        pair = (first * cosine - second * sine, second * cosine + first * sine)
-        return torch.cat(pair, -1).to(x.dtype)
-
     if config.num_experts:
         raise NotImplementedError(f"{config.name} has experts, which the block in PyTorch has not")
     normed = norm("attention_norm", x)
     query = heads("query", normed, config.num_heads)
     key, value = (heads(name, normed, config.num_kv_heads) for name in ("key", "value"))
     if cosine is not None:
-        query, key = rotate(query), rotate(key)
+        query, key = rotated(query, cosine, sine), rotated(key, cosine, sine)
     attend = own_attention(config) if attend is None else attend
     mixed = attend(*(each.transpose(1, 2) for each in (query, key, value)))
     x = x + linear("output", mixed.transpose(1, 2).flatten(2))
@@ -84,14 +80,11 @@ def own_attention(config: BlockConfig) -> Attend:
     return attend
 
 
-def angles(config: BlockConfig, length: int, device: Any) -> tuple[Any, ...]:
+def tables_of(config: BlockConfig, length: int, device: Any) -> tuple[Any, ...]:
     """Returns cosine and sine at positions from 0, (length, 1, half), float32; nothing for a block without RoPE."""
     if config.rope_theta is None:
         return ()
-    half = config.head_dim // 2
-    frequencies = config.rope_theta ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
-    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None, None] * frequencies
-    return torch.cos(angle), torch.sin(angle)
+    return angles(torch.arange(length, device=device), config.head_dim, config.rope_theta)
 
 
 def candidate(
@@ -124,7 +117,7 @@ def candidate(
         flat, structure = jax.tree.flatten(params)
         leaves = [transposed(to_torch(leaf)) for leaf in flat]
         x = to_torch(tokens)
-        call: tuple[Any, ...] = (jax.tree.unflatten(structure, leaves), x, angles(config, x.shape[1], x.device))
+        call: tuple[Any, ...] = (jax.tree.unflatten(structure, leaves), x, tables_of(config, x.shape[1], x.device))
         if mode == "grad":
             leaves = [leaf.requires_grad_() for leaf in (*leaves, x)]
             call += (leaves, to_torch(rest[-1][0]))

@@ -20,10 +20,8 @@ ACTIVATIONS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def linear(x, w, bias=None, activation=None, residual=None, out_dtype=None):
+def linear(x, w, bias=None, activation=None, residual=None):
     """See `pallas_kernels.linear`; the result has x's dtype."""
-    if out_dtype is not None:
-        raise NotImplementedError("PyTorch's product has its operands' dtype")
     y = x @ w
     if bias is not None:
         y = y + bias
@@ -88,11 +86,7 @@ def qkv_projection(
     if q_scale is not None:
         q, k = (normalised(y, "rms", scale) for y, scale in ((q, q_scale), (k, k_scale)))
 
-    def rotate(y):
-        first, second = y.float().chunk(2, -1)
-        return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1).to(y.dtype)
-
-    return (q, k, v) if cosine is None else (rotate(q), rotate(k), v)
+    return (q, k, v) if cosine is None else (rotated(q, cosine, sine), rotated(k, cosine, sine), v)
 
 
 def with_projection_angles(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -103,10 +97,21 @@ def with_projection_angles(arguments: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in arguments.items() if name not in ("positions", "theta")}
     if "positions" not in arguments:
         return kept
-    positions, half = arguments["positions"], arguments["head_size"] // 2
-    exponents = -torch.arange(half, device=positions.device, dtype=torch.float32) / half
-    angles = positions.float()[..., None, None] * arguments.get("theta", 500_000.0) ** exponents
-    return {**kept, "cosine": torch.cos(angles), "sine": torch.sin(angles)}
+    tables = angles(arguments["positions"], arguments["head_size"], arguments.get("theta", 500_000.0))
+    return {**kept, **dict(zip(("cosine", "sine"), tables, strict=True))}
+
+
+def angles(positions, size: int, theta: float) -> tuple[Any, Any]:
+    """Returns float32 cosines and sines of positions (..., length), shape (..., length, 1, size / 2)."""
+    exponents = -torch.arange(size // 2, device=positions.device, dtype=torch.float32) / (size // 2)
+    angle = positions.float()[..., None, None] * theta**exponents
+    return torch.cos(angle), torch.sin(angle)
+
+
+def rotated(x, cosine, sine):
+    """Rotates pairs half a head apart, in float32."""
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1).to(x.dtype)
 
 
 _PRODUCTS = {
@@ -118,20 +123,16 @@ _PRODUCTS = {
 }
 
 
-def rms_norm(x, scale=None, residual=None, epsilon=1e-6, rounds_before_scale=False):
+def rms_norm(x, scale=None, residual=None, epsilon=1e-6):
     """See `pallas_kernels.rms_norm`."""
-    if rounds_before_scale:
-        raise NotImplementedError("PyTorch rounds once, after the scale")
     total = x if residual is None else x + residual
     scale = None if scale is None else scale.float()
     y = F.rms_norm(total.float(), (x.shape[-1],), scale, epsilon).to(x.dtype)
     return (y,) if residual is None else (y, total)
 
 
-def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6, rounds_before_scale=False):
+def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6):
     """See `pallas_kernels.layer_norm`."""
-    if rounds_before_scale:
-        raise NotImplementedError("PyTorch rounds once, after the scale")
     total = x if residual is None else x + residual
     scale = None if scale is None else scale.float()
     bias = None if bias is None else bias.float()
@@ -139,7 +140,7 @@ def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6, rounds_bef
     return (y,) if residual is None else (y, total)
 
 
-def dropout_residual_norm(x, scale=None, bias=None, *, residual, rate, norm="rms_norm", epsilon=1e-6):
+def dropout_residual_norm(x, scale=None, bias=None, *, residual, rate=0.0, norm="rms_norm", epsilon=1e-6):
     """See `pallas_kernels.dropout_residual_norm`. PyTorch draws dropout's mask itself."""
     dropped = F.dropout(x.float(), rate) if rate else x.float()
     total = (dropped + residual.float()).to(x.dtype)
@@ -179,12 +180,11 @@ def rope(query, key, cosine, sine, interleaved=False):
     """See `pallas_kernels.rope`. query and key: (batch, length, heads, features). For the angles see `with_angles`."""
 
     def rotate(x):
-        if interleaved:
-            first, second = x.float().unflatten(-1, (x.shape[-1] // 2, 2)).unbind(-1)
-        else:
-            first, second = x.float().chunk(2, -1)
+        if not interleaved:
+            return rotated(x, cosine, sine)
+        first, second = x.float().unflatten(-1, (x.shape[-1] // 2, 2)).unbind(-1)
         pair = (first * cosine - second * sine, second * cosine + first * sine)
-        return (torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)).to(x.dtype)
+        return torch.stack(pair, -1).flatten(-2).to(x.dtype)
 
     return rotate(query), rotate(key)
 
@@ -197,12 +197,9 @@ def with_angles(arguments: dict[str, Any]) -> dict[str, Any]:
     """
     if "positions" not in arguments:
         raise NotImplementedError("rope by tables is not in PyTorch here")
-    half = arguments["query"].shape[-1] // 2
-    exponents = -torch.arange(half, device=arguments["query"].device, dtype=torch.float32) / half
-    frequencies = arguments.get("theta", 10000.0) ** exponents
-    angles = arguments["positions"].float()[..., None, None] * frequencies
+    tables = angles(arguments["positions"], arguments["query"].shape[-1], arguments.get("theta", 10000.0))
     kept = {name: value for name, value in arguments.items() if name not in ("positions", "theta")}
-    return {**kept, "cosine": torch.cos(angles), "sine": torch.sin(angles)}
+    return {**kept, **dict(zip(("cosine", "sine"), tables, strict=True))}
 
 
 def batch_norm(x, scale, bias, epsilon=1e-5):
@@ -213,10 +210,8 @@ def batch_norm(x, scale, bias, epsilon=1e-5):
     return y.to(x.dtype).reshape(x.shape), mean, variance
 
 
-def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0.0, reduction="none"):
+def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, reduction="none"):
     """See `pallas_kernels.cross_entropy`."""
-    if z_loss:
-        raise NotImplementedError("PyTorch's cross-entropy has no z-loss")
     rows, targets = logits.float().reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
     loss = F.cross_entropy(
         rows, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
@@ -224,9 +219,9 @@ def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0
     return (loss.reshape(labels.shape) if reduction == "none" else loss,)
 
 
-def linear_cross_entropy(hidden, w, labels, **options):
+def linear_cross_entropy(hidden, w, labels, ignore_index=-1, label_smoothing=0.0, reduction="none"):
     """See `pallas_kernels.linear_cross_entropy`."""
-    return cross_entropy(hidden @ w, labels, **options)
+    return cross_entropy(hidden @ w, labels, ignore_index, label_smoothing, reduction)
 
 
 def lora_linear(x, w, a, b, alpha=1.0, bias=None):
@@ -257,21 +252,8 @@ def dot_interaction(features, self_interaction=False):
     return ((features @ features.transpose(-2, -1))[..., first, second],)
 
 
-def attention(
-    query,
-    key,
-    value,
-    is_causal=False,
-    window=None,
-    segment_ids=None,
-    softcap=None,
-    dropout_rate=0.0,
-    deterministic=True,
-):
+def attention(query, key, value, is_causal=False, dropout_rate=0.0):
     """See `pallas_kernels.attention`. PyTorch chooses the fused kernel and draws dropout's mask itself."""
-    del deterministic  # an option of the process
-    if window is not None or segment_ids is not None or softcap is not None:
-        raise NotImplementedError("scaled_dot_product_attention has no window, segments or softcap but by a dense mask")
     operands = (x.transpose(1, 2) for x in (query, key, value))
     out = F.scaled_dot_product_attention(*operands, dropout_p=dropout_rate, is_causal=is_causal, enable_gqa=True)
     return (out.transpose(1, 2),)

@@ -20,7 +20,7 @@ import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportMissingImports]
 
 from xlafuse.bench.peers.tensors import candidate_of, to_jax, to_torch
-from xlafuse.bench.peers.torch_block import Attend, angles, block, own_attention, transposed
+from xlafuse.bench.peers.torch_block import Attend, block, own_attention, tables_of, transposed
 from xlafuse.bench.timing import Candidate
 from xlafuse.models.decoder import DecoderConfig
 
@@ -83,7 +83,7 @@ def shared_state(config: DecoderConfig, phase: str, arguments: tuple[Any, ...], 
     weights["layers"] = [jax.tree.map(lambda leaf: transposed(to_torch(leaf)), layer) for layer in layers]
     count = tokens.shape[1] - (phase == "train")
     positions = torch.arange(count, device=tokens.device, dtype=torch.int64) + start
-    tables = angles(config.block, most, tokens.device)
+    tables = tables_of(config.block, most, tokens.device)
     for tensor in _tensors((weights, caches, tables, tokens, positions)):
         torch._dynamo.mark_static_address(tensor)
     return State(
