@@ -200,6 +200,8 @@ class Analysis:
     """Where the time goes: every launch and missed fusion by cause, those furthest above their need first."""
     ptx: tuple[str, ...] = ()
     """PTX of the kernels, each once though many launches run it."""
+    source_lines: tuple[tuple[str, str], ...] = ()
+    """'file.py:line' of launches with the line's text, where the file was at hand."""
 
     def __repr__(self) -> str:
         return (

@@ -48,6 +48,8 @@ class StrategyResult:
     analysis: Analysis | None
     error: str | None = None
     numerics: Numerics | None = None
+    call: str = ""
+    """Python that runs the program in this way, e.g. 'jax.jit(xlafuse.fuse(loss))'; '' if no line of code says it."""
     sites: tuple[SiteRecord, ...] = ()
     """For a strategy that rewrites the program: the sites where it put fused operations, and those it left."""
 

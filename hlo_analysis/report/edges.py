@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from hlo_analysis.decisions.categories import OTHER_RULE
+from hlo_analysis.decisions.explanations import plain_reason
 from hlo_analysis.explain import Edge, apart_because
 from hlo_analysis.records import Analysis, Decision, Launch, MissedFusion, Trial
 from hlo_analysis.report.formats import format_bytes, format_flops, format_us, plural
@@ -14,7 +16,7 @@ _DECISIONS = 12
 
 
 def edge_list(analysis: Analysis, edges: Sequence[Edge], count: int = 10) -> list[str]:
-    """Lists the first `count` edges, numbered, three lines each; edges of one missed fusion form one entry."""
+    """Lists the first `count` edges, numbered; edges of one missed fusion form one entry."""
     if not edges:
         return ["No value goes from one launch to another."]
     entries: dict[object, list[Edge]] = {}
@@ -29,7 +31,7 @@ def edge_list(analysis: Analysis, edges: Sequence[Edge], count: int = 10) -> lis
         lines += [
             f"{place:>3}. {_name(analysis.launches[edge.producer])} → {readers}",
             f"     {format_bytes(edge.bytes)}{stake}",
-            f"     {apart_because(edge)}",
+            *_because(analysis, edge),
         ]
     return [*lines, "`xlafuse explain PRODUCER CONSUMER` tells the story of one."]
 
@@ -45,11 +47,22 @@ def edge_story(analysis: Analysis, edge: Edge) -> list[str]:
         head = [
             f"{_name(producer)} → {_name(consumer)}",
             f"{went} from one to the other through {analysis.device.memory_name}.",
+            *(line.strip() for line in _because(analysis, edge)[:1]),
             "",
             *_work("producer", producer),
             *_work("consumer", consumer),
         ]
     return [*head, "", *_decisions(edge), *_at_stake(edge.missed)]
+
+
+def _because(analysis: Analysis, edge: Edge) -> list[str]:
+    """Says in plain words why the ends are apart, then in the compiler's."""
+    said = apart_because(edge)
+    decision = next((each for each in reversed(edge.decisions) if each.verdict != "fused"), edge.missed)
+    if decision is None or decision.category == OTHER_RULE:
+        return [f"     {said}"]
+    plain = plain_reason(decision.category, analysis.launches[edge.producer], analysis.launches[edge.consumer])
+    return [f"     {plain}", f"     {said}"]
 
 
 def _name(launch: Launch) -> str:

@@ -9,8 +9,8 @@ function showFocus() {
   searchIndex = null;
   showOther();
   showDifferences(name);
-  showHotspots(name);
-  showMissed(name);
+  showAdvice(name);
+  showTimes(name);
   showRoofline(name);
   showGraph(name);
   showDecisions(name);
