@@ -216,6 +216,18 @@ class Analysis:
 
         return render_notebook(self)
 
+    def to_html(self) -> str:
+        """Returns the page of this program alone, one file that needs no network."""
+        from hlo_analysis.report.notebook import as_comparison
+
+        return as_comparison(self).to_html()
+
+    def to_markdown(self) -> str:
+        """Returns what to do and where the time goes as Markdown, for an issue."""
+        from hlo_analysis.report.notebook import as_comparison
+
+        return as_comparison(self).to_markdown()
+
     @property
     def launch_count(self) -> int:
         """Returns the launches of one run; those in loops count once per iteration."""

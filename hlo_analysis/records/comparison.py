@@ -129,6 +129,18 @@ class Comparison:
 
         return render_notebook(self)
 
+    def to_html(self) -> str:
+        """Returns the page that `xlafuse report` writes, one file that needs no network."""
+        from hlo_analysis.report import render_html
+
+        return render_html(self)
+
+    def to_markdown(self) -> str:
+        """Returns what to do, where the time goes and the strategies as Markdown, for an issue."""
+        from hlo_analysis.report import render_markdown
+
+        return render_markdown(self)
+
     def __getitem__(self, name: str) -> StrategyResult:
         for strategy in self.strategies:
             if strategy.name == name:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from hlo_analysis.decisions.categories import OTHER_RULE
 from hlo_analysis.decisions.explanations import plain_reason
@@ -34,6 +36,20 @@ def edge_list(analysis: Analysis, edges: Sequence[Edge], count: int = 10) -> lis
             *_because(analysis, edge),
         ]
     return [*lines, "`xlafuse explain PRODUCER CONSUMER` tells the story of one."]
+
+
+def edge_record(analysis: Analysis, edge: Edge) -> dict[str, Any]:
+    """Returns an edge as plain values: both launches, why they are apart, XLA's decisions, the cost and the remedy."""
+    because, *words = (line.strip() for line in _because(analysis, edge))
+    return {
+        "producer": {"index": edge.producer, "name": analysis.launches[edge.producer].name},
+        "consumer": {"index": edge.consumer, "name": analysis.launches[edge.consumer].name},
+        "bytes": edge.bytes,
+        "because": because,
+        "words": words[0] if words else because,
+        "decisions": [asdict(decision) for decision in edge.decisions],
+        "missed": None if edge.missed is None else asdict(edge.missed),
+    }
 
 
 def edge_story(analysis: Analysis, edge: Edge) -> list[str]:
