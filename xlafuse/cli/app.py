@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from xlafuse.cli import check, explain, fuse, report
+from xlafuse.cli import check, explain, fuse, isolate, report
 from xlafuse.cli.bench import bench, tune
 from xlafuse.cli.diff import diff
 from xlafuse.cli.errors import cli_errors
@@ -96,5 +96,6 @@ app.command()(tune)
 app.command()(study)
 app.command()(with_options(explain.explain, explain.Request))
 app.command()(diff)
+app.command(no_args_is_help=True)(with_options(isolate.isolate, isolate.Request))
 app.command()(with_options(check.check, check.Request))
 app.command()(export)
