@@ -24,6 +24,7 @@ from hlo_analysis.errors import InputError
 
 if TYPE_CHECKING:
     from hlo_analysis.capture import Capture
+    from hlo_analysis.records import Analysis
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 """All of one version."""
@@ -42,6 +43,19 @@ class Environment:
 def cache_folder() -> Path:
     """Returns the folder where versions of jax are kept."""
     return platformdirs.user_cache_path("xlafuse") / "jax"
+
+
+def chosen(versions: Sequence[str], pythons: Sequence[str]) -> list[Environment]:
+    """Returns two environments, of versions of jax and of Pythons; the first is this one if only one is given.
+
+    Raises:
+        InputError: there are more than two, or one cannot be had.
+    """
+    if len(versions) + len(pythons) > 2:
+        raise InputError("expected two environments at most, of --jax VERSION and --python ENV")
+    if len(versions) + len(pythons) == 1:
+        versions = (installed_version("jax"), *versions)
+    return [*map(with_jax, versions), *map(with_python, pythons)]
 
 
 def with_jax(version: str) -> Environment:
@@ -142,6 +156,20 @@ def compile_in(environment: Environment, words: Sequence[str], strategy: str) ->
             last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
             raise InputError(f"{environment.name}: the program does not compile there.\n{last}")
         return Capture.load(Path(folder, f"{strategy}.zip"))
+
+
+def compiled_in_both(
+    places: Sequence[Environment], words: Sequence[str], strategy: str
+) -> tuple[Analysis, Analysis, list[str]]:
+    """Compiles a program in two environments; returns both analyses, and the options of XLA that differ."""
+    from hlo_analysis import analyze
+    from xlafuse.catalogue import KERNELS
+
+    captures = [compile_in(place, words, strategy) for place in places]
+    before, after = (
+        analyze(capture, label=place.name, catalogue=KERNELS) for capture, place in zip(captures, places, strict=True)
+    )
+    return before, after, changed_options(*captures)
 
 
 _OPTION = re.compile(r"^ +(xla_\w+): (.*)$", re.MULTILINE)

@@ -27,7 +27,6 @@ from xlafuse.cli.programs import (
 )
 
 if TYPE_CHECKING:
-    from hlo_analysis.changes import Difference
     from hlo_analysis.records import Analysis
 
 _SIDE = "STRATEGY[@TARGET]"
@@ -113,47 +112,21 @@ def diff(
         else:
             for line in difference_lines(found, count):
                 print(line)
-        if exit_code and _is_worse(found):
+        if exit_code and found.is_worse:
             raise typer.Exit(1)
-
-
-_LEAST = 1.001
-"""An estimate that grows less is the same."""
-
-
-def _is_worse(found: Difference) -> bool:
-    before, after = found.before, found.after
-    return (
-        after.launch_count > before.launch_count
-        or after.traffic.bytes > before.traffic.bytes
-        or after.estimated_us > _LEAST * before.estimated_us
-    )
 
 
 def _in_environments(
     program: Program, strategy: str, versions: Sequence[str], pythons: Sequence[str]
 ) -> tuple[Analysis, Analysis, list[str]]:
     """Compiles the program in two environments; returns both analyses, and the options of XLA that differ."""
-    from importlib.metadata import version
+    from xlafuse.environments import chosen, compiled_in_both
 
-    from hlo_analysis import analyze
-    from xlafuse.catalogue import KERNELS
-    from xlafuse.environments import changed_options, compile_in, with_jax, with_python
-
-    if len(versions) + len(pythons) > 2:
-        raise InputError("expected two environments at most, of --jax VERSION and --python ENV")
-    if len(versions) + len(pythons) == 1:
-        versions = (version("jax"), *versions)
     words = ["--mode", program.mode.value, "--target", program.target, "--timeout", str(program.timeout)]
     for name, value in (("--fn", program.fn), ("--args", program.args), ("--block", program.block)):
         words += [] if value is None else [name, value]
     words += [word for shape in program.shape or () for word in ("--shape", shape)]
-    places = [*map(with_jax, versions), *map(with_python, pythons)]
-    captures = [compile_in(place, words, strategy) for place in places]
-    before, after = (
-        analyze(capture, label=place.name, catalogue=KERNELS) for capture, place in zip(captures, places, strict=True)
-    )
-    return before, after, changed_options(*captures)
+    return compiled_in_both(chosen(versions, pythons), words, strategy)
 
 
 def _saved(before: str | None, after: str | None, b: str | None) -> tuple[Analysis, Analysis]:
