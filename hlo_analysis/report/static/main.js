@@ -31,6 +31,7 @@ if (strategies.size) {
     filter.addEventListener("input", () => show(focus.value));
     filter.addEventListener("submit", (event) => event.preventDefault());
   }
+  document.getElementById("all-values").addEventListener("change", () => showGraph(focus.value));
   document.getElementById("unfold-all").addEventListener("click", () => foldAll(focus.value, true));
   document.getElementById("fold-all").addEventListener("click", () => foldAll(focus.value, false));
   let width = innerWidth;
