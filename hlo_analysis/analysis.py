@@ -22,12 +22,15 @@ from hlo_analysis.program.dataflow import Dataflow, leaves
 from hlo_analysis.program.intermediates import find_intermediates
 from hlo_analysis.program.launch_rows import Context, launch_row, row_of_thunk
 from hlo_analysis.program.launch_sites import LaunchTable, find_launches, silent_instructions
+from hlo_analysis.program.source_lines import source_lines
 from hlo_analysis.records import Analysis, Intermediate, Launch, Memory, Traffic
 from hlo_analysis.rules import attempt, failures_as_notes
 
 
 def analyze(capture: Capture, *, label: str | None = None, catalogue: Catalogue = ()) -> Analysis:
-    """Explains what the compiler did with the captured program. Pure: it reads only the capture.
+    """Explains what the compiler did with the captured program.
+
+    It reads the capture alone, and the text of the source lines that launches come from where those files are at hand.
 
     Args:
       capture: from `hlo_analysis.capture`, or `Capture.load`.
@@ -131,6 +134,9 @@ def _assemble(
         memory=attempt(_memory, Memory(), capture),
         silent=silent_instructions(module, table),
         ptx=ptx,
+        source_lines=attempt(
+            source_lines, (), module, {each.source for each in launches if each.source}, provenance.created
+        ),
     )
 
 

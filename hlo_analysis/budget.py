@@ -1,4 +1,4 @@
-"""Checks limits on a program's launches and HBM traffic, and finds the launches responsible for an excess.
+"""Checks limits on a program's launches, HBM traffic and memory, and finds the launches responsible for an excess.
 
 A lock stores the numbers of a known state, to be kept beside the program and compared with later.
 """
@@ -12,7 +12,7 @@ from typing import Literal
 
 from hlo_analysis.errors import DumpError
 from hlo_analysis.explain import apart_because, edges_of
-from hlo_analysis.records import Analysis, Launch
+from hlo_analysis.records import Analysis, Intermediate, Launch
 
 LOCK_VERSION = 1
 _KEY = "xlafuse_lock"
@@ -29,43 +29,78 @@ class Lock:
     mode: str
     launches: int
     hbm_bytes: int
+    peak_bytes: int | None = None
+    """None in locks that do not know it."""
     versions: Pairs = ()
     options: Pairs = ()
     """XLA's compiler options."""
+
+
+Quantity = Literal["launches", "HBM bytes", "peak bytes", "bytes between launches"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Excess:
     """A limit that a program exceeds."""
 
-    quantity: Literal["launches", "HBM bytes"]
+    quantity: Quantity
     found: int
     limit: int
     origin: str
     """Where the limit comes from, e.g. '--max-launches' or the name of a baseline."""
+    value: Intermediate | None = None
+    """The value that is too large, of "bytes between launches"."""
 
 
-def excesses(
-    analysis: Analysis,
-    *,
-    max_launches: int | None = None,
-    max_hbm_bytes: int | None = None,
-    origins: tuple[str, str] = ("max_launches", "max_hbm_bytes"),
-) -> tuple[Excess, ...]:
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The most that a program may take; None is no limit."""
+
+    max_launches: int | None = None
+    """In one run."""
+    max_hbm_bytes: int | None = None
+    """Read and written in one run."""
+    max_peak_bytes: int | None = None
+    """Of memory in use at once, arguments and results included."""
+    max_value_bytes: int | None = None
+    """Of an array that one launch writes for others to read."""
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is limited."""
+        return self == Limits()
+
+
+def excesses(analysis: Analysis, limits: Limits, origin: str = "") -> tuple[Excess, ...]:
     """Returns the limits that the program exceeds.
 
     Args:
         analysis: the program.
-        max_launches: the most launches of one run; None for no limit.
-        max_hbm_bytes: the most bytes read and written in one run; None for no limit.
-        origins: where the two limits come from.
+        limits: what it may take.
+        origin: where the limits come from; '' names each limit.
     """
-    found: list[Excess] = []
-    launches, moved = analysis.launch_count, analysis.traffic.bytes
-    if max_launches is not None and launches > max_launches:
-        found.append(Excess(quantity="launches", found=launches, limit=max_launches, origin=origins[0]))
-    if max_hbm_bytes is not None and moved > max_hbm_bytes:
-        found.append(Excess(quantity="HBM bytes", found=moved, limit=max_hbm_bytes, origin=origins[1]))
+    known: tuple[tuple[Quantity, int, int | None, str], ...] = (
+        ("launches", analysis.launch_count, limits.max_launches, "max_launches"),
+        ("HBM bytes", analysis.traffic.bytes, limits.max_hbm_bytes, "max_hbm_bytes"),
+        ("peak bytes", analysis.memory.peak_bytes, limits.max_peak_bytes, "max_peak_bytes"),
+    )
+    found = [
+        Excess(quantity=quantity, found=number, limit=limit, origin=origin or name)
+        for quantity, number, limit, name in known
+        if limit is not None and number > limit
+    ]
+    if (largest := limits.max_value_bytes) is not None:
+        found += [
+            Excess(
+                quantity="bytes between launches",
+                found=value.bytes,
+                limit=largest,
+                origin=origin or "max_value_bytes",
+                value=value,
+            )
+            for value in sorted(analysis.intermediates, key=lambda value: -value.bytes)
+            if value.bytes > largest and value.consumers
+        ]
     return tuple(found)
 
 
@@ -74,7 +109,8 @@ def responsible(
 ) -> tuple[tuple[Launch, str], ...]:
     """Returns the launches responsible for an excess, each with the reason why it is a separate launch.
 
-    For launches they are in program order, for bytes the largest traffic comes first.
+    For launches they are in program order; for bytes the largest traffic comes first, for peak memory the largest
+    result; for a value they are those that write and read it.
 
     Args:
         analysis: the program.
@@ -84,7 +120,11 @@ def responsible(
     reasons: dict[int, str] = {}
     for edge in edges_of(analysis):  # the costliest edge comes first
         reasons.setdefault(edge.consumer, f"apart from #{edge.producer}: {apart_because(edge)}")
+    if excess.value is not None:
+        among = (excess.value.producer, *excess.value.consumers)
     chosen = [analysis.launches[index] for index in sorted(set(among))] if among else list(analysis.launches)
+    if excess.quantity == "peak bytes":
+        chosen.sort(key=lambda launch: -sum(value.bytes for value in launch.outputs))
     if excess.quantity == "HBM bytes":
         chosen.sort(key=lambda launch: -(launch.bytes_read + launch.bytes_written) * launch.repeat)
     return tuple((launch, reasons.get(launch.index, "reads what no launch wrote")) for launch in chosen)
@@ -99,6 +139,7 @@ def lock_of(analysis: Analysis) -> Lock:
         mode=made.mode,
         launches=analysis.launch_count,
         hbm_bytes=analysis.traffic.bytes,
+        peak_bytes=analysis.memory.peak_bytes or None,
         versions=made.versions,
         options=made.compiler_options,
     )
@@ -135,6 +176,7 @@ def lock_from_json(text: str) -> Lock:
             mode=data["mode"],
             launches=data["launches"],
             hbm_bytes=data["hbm_bytes"],
+            peak_bytes=data.get("peak_bytes"),
             versions=tuple(data["versions"].items()),
             options=tuple(data["options"].items()),
         )

@@ -41,8 +41,9 @@ class Kernel:
     compute_capabilities: major compute capabilities of the GPUs that it runs on; none means all.
     unsupported: given the launches that it would replace, the producer first, says why it cannot (their shapes or
       dtypes), or None where it can, as far as they show. Of attention it is given the products.
-    note: given the same launches, what the remedy's text says of them besides, such as the call; "" for nothing.
+    note: given the same launches, what the remedy's text says of them besides; "" for nothing.
     code: Python that calls it, for reports to show.
+    call: given the same launches, the code with their arrays and options; "" where only `code` is known.
 
     Raises:
         ValueError: no such pattern.
@@ -55,6 +56,7 @@ class Kernel:
     unsupported: Callable[[Sequence[LaunchRow]], str | None] = lambda launches: None
     note: Callable[[Sequence[LaunchRow]], str] = lambda launches: ""
     code: str = ""
+    call: Callable[[Sequence[LaunchRow]], str] = lambda launches: ""
 
     def __post_init__(self) -> None:
         if self.pattern not in PATTERNS:

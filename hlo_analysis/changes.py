@@ -66,6 +66,16 @@ class Difference:
     notes: tuple[str, ...] = ()
     """Differences in how the two were made: target, mode, options, versions."""
 
+    @property
+    def is_worse(self) -> bool:
+        """Whether the second makes more launches, moves more bytes, or takes 0.1 % more time by the estimate."""
+        before, after = self.before, self.after
+        return (
+            after.launch_count > before.launch_count
+            or after.traffic.bytes > before.traffic.bytes
+            or after.estimated_us > 1.001 * before.estimated_us
+        )
+
 
 def difference(before: Analysis, after: Analysis) -> Difference:
     """Compares two analyses of one program, or of two versions of it. Pure."""

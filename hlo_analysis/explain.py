@@ -53,6 +53,15 @@ def edges_of(analysis: Analysis) -> tuple[Edge, ...]:
     return tuple(sorted(edges, key=_cost))
 
 
+def launches_named(analysis: Analysis, name: str) -> tuple[int, ...]:
+    """Returns the indices of the launches that match a name, as in `find_edges`.
+
+    Raises:
+        UnknownEdgeError: nothing matches; the message lists the nearest names.
+    """
+    return tuple(sorted({end.launch for end in _ends(analysis, name)}))
+
+
 def find_edges(analysis: Analysis, name: str) -> tuple[Edge, ...]:
     """Returns the edges of all launches that match a name, the costliest first.
 
@@ -64,7 +73,7 @@ def find_edges(analysis: Analysis, name: str) -> tuple[Edge, ...]:
     Raises:
         UnknownEdgeError: nothing matches; the message lists the nearest names.
     """
-    launches = {end.launch for end in _ends(analysis, name)}
+    launches = set(launches_named(analysis, name))
     return tuple(edge for edge in edges_of(analysis) if {edge.producer, edge.consumer} & launches)
 
 

@@ -58,8 +58,12 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"xlafuse.{name}")
-    if name not in _HOME_OF:
+    if name not in _HOME_OF and name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("xlafuse")
     value = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value

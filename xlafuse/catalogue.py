@@ -258,9 +258,20 @@ _CALLS = {
 }
 
 
-def _kernel(name: str, pattern: str, unsupported: Check, note: Callable[[Sequence[LaunchRow]], str]) -> Kernel:
-    call = _CALLS.get(name, "fn = xlafuse.fuse(fn)  # which calls it here")
-    code = "" if name == "padded_product" else f"from xlafuse.kernels import {name}\n\n{call}"
+def _none(launches: Sequence[LaunchRow]) -> str:
+    """Says nothing of the launches."""
+    return ""
+
+
+def _kernel(
+    name: str,
+    pattern: str,
+    unsupported: Check,
+    note: Callable[[Sequence[LaunchRow]], str] = _none,
+    call: Callable[[Sequence[LaunchRow]], str] = _none,
+) -> Kernel:
+    usual = _CALLS.get(name, "fn = xlafuse.fuse(fn)  # which calls it here")
+    code = "" if name == "padded_product" else f"from xlafuse.kernels import {name}\n\n{usual}"
     return Kernel(
         name=name,
         pattern=pattern,
@@ -269,10 +280,11 @@ def _kernel(name: str, pattern: str, unsupported: Check, note: Callable[[Sequenc
         unsupported=unsupported,
         note=note,
         code=code,
+        call=call,
     )
 
 
-KERNELS = tuple(_kernel(name, name, unsupported, lambda launches: "") for name, unsupported in _CHECKS.items())
+KERNELS = tuple(_kernel(name, name, unsupported) for name, unsupported in _CHECKS.items())
 """One entry an operation that covers a pattern of the analyzer; `analyze(..., catalogue=KERNELS)`."""
 
 
@@ -296,7 +308,7 @@ def catalogue_of(findings: Sequence[Finding] | None) -> Catalogue:
             continue
         for name in (own.name, *(name for name in taken if name != own.name), ""):
             facts = _Facts(findings=findings, name=name or own.name, pattern=own.name, is_last=not name)
-            found.append(_kernel(facts.name, own.name, facts.unsupported, facts.note))
+            found.append(_kernel(facts.name, own.name, facts.unsupported, facts.note, facts.call))
     return tuple(found)
 
 
@@ -328,11 +340,16 @@ class _Facts:
         return _CHECKS[self.pattern](launches) if near is None else _why_not(near, self.name)
 
     def note(self, launches: Sequence[LaunchRow]) -> str:
-        """Returns the call that `fuse` puts there, or what allows it."""
+        """Returns what allows `fuse` to take the launches, if it needs an allowance."""
         site = self._taken(self._lines(launches))
-        if site is None:
+        return f"fuse needs an allowance: {site.text}" if site and site.outcome == "refused" else ""
+
+    def call(self, launches: Sequence[LaunchRow]) -> str:
+        """Returns the call that `fuse` puts there, as code; '' where it needs an allowance."""
+        site = self._taken(self._lines(launches))
+        if site is None or site.outcome != "taken":
             return ""
-        return f"fuse calls {site.text}" if site.outcome == "taken" else f"fuse needs an allowance: {site.text}"
+        return f"from xlafuse.kernels import {site.operation}\n\n{site.text}"
 
     def _lines(self, launches: Sequence[LaunchRow]) -> list[frozenset[str]]:
         files = {line.rpartition(":")[0] for each in self.findings for line in each.lines}

@@ -207,7 +207,13 @@ def _analyse(job: _Job, program: _Program, report: Progress) -> StrategyResult:
     leave_out_frames(__file__)
     leave_out_packages("xlafuse", "pallas_kernels")
     strategy = job.strategy
-    result = StrategyResult(name=strategy.name, description=job.description, analysis=None, error=job.refusal)
+    result = StrategyResult(
+        name=strategy.name,
+        description=job.description,
+        analysis=None,
+        error=job.refusal,
+        call="" if program.config else _call(strategy, program),
+    )
     if job.refusal is not None:
         report(strategy.name, "not applicable")
         return result
@@ -244,6 +250,15 @@ def _analyse(job: _Job, program: _Program, report: Progress) -> StrategyResult:
     report(strategy.name, state)
     sites = () if fused is None else fused.sites
     return dataclasses.replace(result, error=reason, sites=tuple(_as_lowered(site, partitioned) for site in sites))
+
+
+def _call(strategy: Strategy, program: _Program) -> str:
+    """Returns the code that runs the user's function under a strategy."""
+    name = getattr(program.block_or_fn, "__name__", "fn")
+    name = f"xlafuse.fuse({name})" if strategy.fuses else name
+    name = f"jax.grad({name})" if program.mode == "grad" else name
+    options = dict(strategy.compiler_options)
+    return f"jax.jit({name}, compiler_options={options})" if options else f"jax.jit({name})"
 
 
 def _as_lowered(site: SiteRecord, partitioned: Mapping[str, str]) -> SiteRecord:

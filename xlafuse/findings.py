@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 class Finding:
     """A part of a program that is an operation, or nearly one.
 
-    outcome: "left" where the operation itself runs by XLA. text: the call if it is taken, else the reason why not.
+    outcome: "left" where the operation itself runs by XLA. text: the call as code if it is taken, else the reason why
+      not.
     lines: 'file.py:line' of each of its equations, innermost frames of the user.
     """
 
@@ -115,13 +117,24 @@ def _lines(equations: Collection[Any]) -> frozenset[str]:
 
 
 def _call(site: Site) -> str:
-    if site.note:
-        return f"{site.operation}, {site.note}"
-    arrays = [
-        f"{name}={each.value.dtype}[{','.join(map(str, each.shape))}]" for name, each in sorted(site.arrays.items())
-    ]
-    options = [f"{name}={value!r}" for name, value in site.options.items()]
-    return f"{site.operation}({', '.join([*arrays, *options])})"
+    """Returns the call that takes a site's place, with the shapes of its arrays in comments."""
+    import pallas_kernels
+
+    function = getattr(pallas_kernels, site.operation, None)
+    if function is None:  # a rewrite
+        return f"# {site.operation}: {site.note}"
+    order = [*inspect.signature(function).parameters]
+    named = sorted(site.arrays.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
+    leading = [name for place, (name, _) in enumerate(named) if order[place : place + 1] == [name]]
+    arguments = [name if name in leading else f"{name}={name}" for name, _ in named]
+    arguments += [f"{name}={value!r}" for name, value in site.options.items()]
+    shapes: dict[str, list[str]] = {}
+    for name, each in named:
+        shapes.setdefault(f"{each.value.dtype}[{','.join(map(str, each.shape))}]", []).append(name)
+    comments = [f"# {', '.join(names)}: {shape}" for shape, names in shapes.items()]
+    return "\n".join(
+        [f"{site.operation}({', '.join(arguments)})", *comments, *([f"# {site.note}"] if site.note else [])]
+    )
 
 
 def _why_left(site: Site) -> str:

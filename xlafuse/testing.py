@@ -22,11 +22,13 @@ def assert_fused(
     *shapes: Any,
     max_launches: int | None = None,
     max_hbm_bytes: int | None = None,
+    max_peak_bytes: int | None = None,
+    max_value_bytes: int | None = None,
     target: str = "h200",
     mode: Literal["forward", "grad"] = "forward",
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Analysis:
-    """Asserts that XLA compiles a function to no more launches and no more HBM traffic than given.
+    """Asserts that XLA compiles a function to no more launches, HBM traffic and memory than given.
 
     It compiles in a process of its own, for a GPU that need not be present, and never runs the function.
 
@@ -35,6 +37,8 @@ def assert_fused(
         *shapes: its arguments: arrays or `jax.ShapeDtypeStruct`s, or trees of them.
         max_launches: most launches in one run; a loop's launches count each time they run. None: no limit.
         max_hbm_bytes: most bytes read and written in one run. None: no limit.
+        max_peak_bytes: most memory in use at once, arguments and results included. None: no limit.
+        max_value_bytes: largest array that one launch writes for others to read. None: no limit.
         target: the GPU to compile for; see `xlafuse targets`.
         mode: "forward", or "grad" for the gradients with respect to all floating-point arguments too.
         compiler_options: XLA's options by name.
@@ -47,17 +51,26 @@ def assert_fused(
         ValueError: no limit is given.
         CaptureError: the function does not trace or compile.
     """
-    if max_launches is None and max_hbm_bytes is None:
-        raise ValueError("assert_fused: expected max_launches or max_hbm_bytes, got neither")
+    from hlo_analysis.budget import Limits, excesses, responsible
+
+    limits = Limits(
+        max_launches=max_launches,
+        max_hbm_bytes=max_hbm_bytes,
+        max_peak_bytes=max_peak_bytes,
+        max_value_bytes=max_value_bytes,
+    )
+    if limits.is_none:
+        raise ValueError(
+            "assert_fused: expected max_launches, max_hbm_bytes, max_peak_bytes or max_value_bytes, got none"
+        )
     from hlo_analysis import analyze, capture
-    from hlo_analysis.budget import excesses, responsible
     from hlo_analysis.report.budget import excess_text, responsible_lines
     from xlafuse.catalogue import KERNELS
 
     compiled = capture(fn, *shapes, target=target, mode=mode, compiler_options=compiler_options)
     analysis = analyze(compiled, catalogue=KERNELS)
     lines: list[str] = []
-    for excess in excesses(analysis, max_launches=max_launches, max_hbm_bytes=max_hbm_bytes):
+    for excess in excesses(analysis, limits):
         lines.append(f"{analysis.label} on {target}: {excess_text(excess)}:")
         lines += responsible_lines(responsible(analysis, excess))
     if lines:

@@ -16,7 +16,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hlo_analysis.catalogue import PATTERNS, Catalogue
-from hlo_analysis.decisions.categories import CATEGORIES, ODD_SIZE, OTHER_RULE
+from hlo_analysis.decisions.categories import ODD_SIZE
+from hlo_analysis.decisions.explanations import plain_reason
 from hlo_analysis.hotspots.causes import RULES, Cause, kind_of_work
 from hlo_analysis.hotspots.times import timed
 from hlo_analysis.patterns.launch_patterns import is_batched
@@ -80,7 +81,7 @@ def find_hotspots(
             cause = kind_of_work(launch)
             key = (cause.text, launch.source, _place(launch.scope), launch.phase)
             groups[key].launches.append((launch, cause))
-    made = [_hotspot(each, catalogue) for each in groups.values() if each.launches or each.missed]
+    made = [_hotspot(each, launches, catalogue) for each in groups.values() if each.launches or each.missed]
     return timed(made, launches, missed)
 
 
@@ -95,12 +96,12 @@ def _place(scope: str) -> str:
     return _LAYER.sub("", scope)
 
 
-def _hotspot(group: _Group, catalogue: Catalogue) -> Hotspot:
+def _hotspot(group: _Group, launches: Sequence[LaunchRow], catalogue: Catalogue) -> Hotspot:
     causes = [cause for _, cause in group.launches]
     own = next((cause for cause in causes if cause.text), None)
     first = group.missed[0] if group.missed else None
     found = [launch for launch, _ in group.launches]
-    text = own.text if own else _traffic(group.missed)
+    text = own.text if own else _traffic(group.missed, launches)
     remedy = own.remedy.named(catalogue, found) if own and own.remedy else None
     advice = remedy or first
     return Hotspot(
@@ -137,11 +138,11 @@ def _needed_us(launch: LaunchRow, cause: Cause) -> float:
     return launch.needed_us if cause.needed_us is None else cause.needed_us
 
 
-def _traffic(missed: Sequence[MissedFusion]) -> str:
+def _traffic(missed: Sequence[MissedFusion], launches: Sequence[LaunchRow]) -> str:
     """Says what goes through memory, and why XLA left it so."""
     first = missed[0]
     count = "a value goes" if len(missed) == 1 else f"{len(missed)} values go"
-    why = CATEGORIES.get(first.category, CATEGORIES[OTHER_RULE])
+    why = plain_reason(first.category, launches[first.producer], launches[first.consumers[0]])
     where = "them" if first.kernel in PATTERNS else "launches"
     parts = f"{PATTERNS[first.kernel]}, in several launches: " if first.kernel in PATTERNS else ""
     return f"{parts}{count} through memory between {where}. {why}"

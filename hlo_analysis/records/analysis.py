@@ -200,6 +200,8 @@ class Analysis:
     """Where the time goes: every launch and missed fusion by cause, those furthest above their need first."""
     ptx: tuple[str, ...] = ()
     """PTX of the kernels, each once though many launches run it."""
+    source_lines: tuple[tuple[str, str], ...] = ()
+    """'file.py:line' of launches with the line's text, where the file was at hand."""
 
     def __repr__(self) -> str:
         return (
@@ -213,6 +215,18 @@ class Analysis:
         from hlo_analysis.report.notebook import render_notebook
 
         return render_notebook(self)
+
+    def to_html(self) -> str:
+        """Returns the page of this program alone, one file that needs no network."""
+        from hlo_analysis.report.notebook import as_comparison
+
+        return as_comparison(self).to_html()
+
+    def to_markdown(self) -> str:
+        """Returns what to do and where the time goes as Markdown, for an issue."""
+        from hlo_analysis.report.notebook import as_comparison
+
+        return as_comparison(self).to_markdown()
 
     @property
     def launch_count(self) -> int:

@@ -48,6 +48,8 @@ class StrategyResult:
     analysis: Analysis | None
     error: str | None = None
     numerics: Numerics | None = None
+    call: str = ""
+    """Python that runs the program in this way, e.g. 'jax.jit(xlafuse.fuse(loss))'; '' if no line of code says it."""
     sites: tuple[SiteRecord, ...] = ()
     """For a strategy that rewrites the program: the sites where it put fused operations, and those it left."""
 
@@ -126,6 +128,18 @@ class Comparison:
         from hlo_analysis.report.notebook import render_notebook
 
         return render_notebook(self)
+
+    def to_html(self) -> str:
+        """Returns the page that `xlafuse report` writes, one file that needs no network."""
+        from hlo_analysis.report import render_html
+
+        return render_html(self)
+
+    def to_markdown(self) -> str:
+        """Returns what to do, where the time goes and the strategies as Markdown, for an issue."""
+        from hlo_analysis.report import render_markdown
+
+        return render_markdown(self)
 
     def __getitem__(self, name: str) -> StrategyResult:
         for strategy in self.strategies:

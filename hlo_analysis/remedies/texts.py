@@ -47,7 +47,7 @@ class Remedy:
             if kernel.pattern == self.pattern:
                 reason = attempt(kernel.refusal, "its check of these launches failed", launches)
                 if reason is None:
-                    note, code = kernel.note(launches), kernel.code or self.code
+                    note, code = kernel.note(launches), kernel.call(launches) or kernel.code or self.code
                     text = f"{kernel.name}: {self.text}" + (f"; {note}" if note else "")
                     return replace(self, text=text, kernel=kernel.name, code=code)
                 refusal = f"{kernel.name} does not take this: {reason}"

@@ -13,8 +13,11 @@ def excess_text(excess: Excess) -> str:
     """Formats an excess as '5 launches, at most 3 (--max-launches)'."""
     if excess.quantity == "launches":
         return f"{plural(excess.found, 'launch')}, at most {excess.limit} ({excess.origin})"
+    what = {"HBM bytes": "of HBM traffic", "peak bytes": "of memory at the peak"}.get(excess.quantity, "")
+    if excess.value is not None:
+        what = f"between launches, {excess.value.name} {excess.value.shape}"
     return (
-        f"{format_bytes(excess.found)} of HBM traffic ({excess.found:,} bytes), at most {format_bytes(excess.limit)} "
+        f"{format_bytes(excess.found)} {what} ({excess.found:,} bytes), at most {format_bytes(excess.limit)} "
         f"({excess.limit:,}; {excess.origin})"
     )
 

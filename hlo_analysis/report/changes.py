@@ -1,4 +1,4 @@
-"""Formats the difference of two analyses as plain text and as JSON."""
+"""Formats the difference of two analyses as plain text, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -23,35 +23,76 @@ _TITLES: dict[Kind, str] = {
 def difference_lines(found: Difference, count: int = 10) -> list[str]:
     """Returns the whole difference as text: totals, scopes that differ, and up to `count` changes of each kind."""
     lines = [f"A: {_side(found.before)}", f"B: {_side(found.after)}", *(f"note: {note}" for note in found.notes), ""]
-    before, after = found.before, found.after
-    lines += _table(
-        [
-            ("", "A", "B", ""),
-            ("launches (counted)", *_counts(before.launch_count, after.launch_count)),
-            ("HBM traffic (counted)", *_sizes(before.traffic.bytes, after.traffic.bytes)),
-            ("time (estimated)", *_times(before.estimated_us, after.estimated_us)),
-        ]
-    )
-    if differing := [scope for scope in found.scopes if not scope.is_equal]:
-        rows = [("scope", "launches A", "B", "HBM traffic A", "B", "")]
-        rows += [
-            (
-                (scope.scope or "no scope") + (" (backward)" if scope.phase == "backward" else ""),
-                *_counts(scope.launches_before, scope.launches_after)[:2],
-                *_sizes(scope.bytes_before, scope.bytes_after),
-            )
-            for scope in differing
-        ]
+    lines += _table(_totals_table(found))
+    if rows := _scopes_table(found):
         lines += ["", *_table(rows)]
     for kind, title in _TITLES.items():
         changes = [change for change in found.changes if change.kind == kind]
         if changes:
             lines += ["", f"{title} ({len(changes)})"]
-            lines += [text for change in changes[:count] for text in _change(before, after, change)]
+            for change in changes[:count]:
+                names, effect = _change(found.before, found.after, change)
+                lines += [f"  {names}", f"      {effect}"]
             lines += [f"  and {len(changes) - count} more"] if len(changes) > count else []
     if not found.changes:
-        lines += ["", "Every launch does the same work on both sides."]
+        lines += ["", _NONE]
     return lines
+
+
+_NONE = "Every launch does the same work on both sides."
+
+
+def difference_markdown(found: Difference, count: int = 10) -> str:
+    """Returns the difference for an issue or a pull request: `difference_lines` as Markdown."""
+    lines = [f"### {found.before.label} → {found.after.label}: {found.before.provenance.function}", ""]
+    lines += [f"A: {_side(found.before)}; B: {_side(found.after)}", "", *markdown_table(_totals_table(found))]
+    if rows := _scopes_table(found):
+        lines += ["", "<details><summary>Scopes that differ</summary>", "", *markdown_table(rows), "", "</details>"]
+    for kind, title in _TITLES.items():
+        changes = [change for change in found.changes if change.kind == kind]
+        if changes:
+            lines += ["", f"**{title}** ({len(changes)})", ""]
+            for change in changes[:count]:
+                names, effect = _change(found.before, found.after, change)
+                lines.append(f"- `{names}`: {effect}")
+            lines += [f"- and {len(changes) - count} more"] if len(changes) > count else []
+    if not found.changes:
+        lines += ["", _NONE]
+    if found.notes:
+        lines += ["", "<details><summary>Versions and options that differ</summary>", ""]
+        lines += [*(f"- {note}" for note in found.notes), "", "</details>"]
+    return "\n".join(lines) + "\n"
+
+
+def _totals_table(found: Difference) -> list[tuple[str, ...]]:
+    before, after = found.before, found.after
+    return [
+        ("", "A", "B", ""),
+        ("launches (counted)", *_counts(before.launch_count, after.launch_count)),
+        ("HBM traffic (counted)", *_sizes(before.traffic.bytes, after.traffic.bytes)),
+        ("time (estimated)", *_times(before.estimated_us, after.estimated_us)),
+    ]
+
+
+def _scopes_table(found: Difference) -> list[tuple[str, ...]]:
+    """Returns a head and a row for each scope that differs; nothing if none does."""
+    rows = [
+        (
+            (scope.scope or "no scope") + (" (backward)" if scope.phase == "backward" else ""),
+            *_counts(scope.launches_before, scope.launches_after)[:2],
+            *_sizes(scope.bytes_before, scope.bytes_after),
+        )
+        for scope in found.scopes
+        if not scope.is_equal
+    ]
+    return [("scope", "launches A", "B", "HBM traffic A", "B", ""), *rows] if rows else []
+
+
+def markdown_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Returns a table of Markdown, the first row its head; columns but the first are aligned to the right."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    head, *others = [f"| {' | '.join(row)} |" for row in cells]
+    return [head, f"| --- |{' ---: |' * (len(rows[0]) - 1)}", *others]
 
 
 def difference_json(found: Difference) -> str:
@@ -88,17 +129,24 @@ def _side(analysis: Analysis) -> str:
     return f"{analysis.label}: {made.function}, {made.mode}, {made.target}"
 
 
-def _change(before: Analysis, after: Analysis, change: Change) -> list[str]:
+def _change(before: Analysis, after: Analysis, change: Change) -> tuple[str, str]:
+    """Returns the launches of a change, and its bytes, estimated times and scopes."""
     sides = (_names(before, change.before), _names(after, change.after))
     moved = (change.bytes_before, change.bytes_after)
+    times = (_time(before, change.before), _time(after, change.after))
     sizes = " → ".join(format_bytes(size) for size, names in zip(moved, sides, strict=True) if names)
+    took = " → ".join(format_us(time) for time, names in zip(times, sides, strict=True) if names)
     scopes = dict.fromkeys(
         launch.scope
         for launch in (*(before.launches[i] for i in change.before), *(after.launches[i] for i in change.after))
         if launch.scope
     )
     where = f", {', '.join(scopes)}" if scopes else ""
-    return [f"  {' → '.join(filter(None, sides))}", f"      {sizes}{where}"]
+    return " → ".join(filter(None, sides)), f"{sizes}, {took} (estimated){where}"
+
+
+def _time(analysis: Analysis, indices: Sequence[int]) -> float:
+    return sum(analysis.launches[index].estimated_us * analysis.launches[index].repeat for index in indices)
 
 
 def _names(analysis: Analysis, indices: Sequence[int]) -> str:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
+from hlo_analysis.decisions.categories import OTHER_RULE
+from hlo_analysis.decisions.explanations import plain_reason
 from hlo_analysis.explain import Edge, apart_because
 from hlo_analysis.records import Analysis, Decision, Launch, MissedFusion, Trial
 from hlo_analysis.report.formats import format_bytes, format_flops, format_us, plural
@@ -14,7 +18,7 @@ _DECISIONS = 12
 
 
 def edge_list(analysis: Analysis, edges: Sequence[Edge], count: int = 10) -> list[str]:
-    """Lists the first `count` edges, numbered, three lines each; edges of one missed fusion form one entry."""
+    """Lists the first `count` edges, numbered; edges of one missed fusion form one entry."""
     if not edges:
         return ["No value goes from one launch to another."]
     entries: dict[object, list[Edge]] = {}
@@ -29,9 +33,23 @@ def edge_list(analysis: Analysis, edges: Sequence[Edge], count: int = 10) -> lis
         lines += [
             f"{place:>3}. {_name(analysis.launches[edge.producer])} → {readers}",
             f"     {format_bytes(edge.bytes)}{stake}",
-            f"     {apart_because(edge)}",
+            *_because(analysis, edge),
         ]
     return [*lines, "`xlafuse explain PRODUCER CONSUMER` tells the story of one."]
+
+
+def edge_record(analysis: Analysis, edge: Edge) -> dict[str, Any]:
+    """Returns an edge as plain values: both launches, why they are apart, XLA's decisions, the cost and the remedy."""
+    because, *words = (line.strip() for line in _because(analysis, edge))
+    return {
+        "producer": {"index": edge.producer, "name": analysis.launches[edge.producer].name},
+        "consumer": {"index": edge.consumer, "name": analysis.launches[edge.consumer].name},
+        "bytes": edge.bytes,
+        "because": because,
+        "words": words[0] if words else because,
+        "decisions": [asdict(decision) for decision in edge.decisions],
+        "missed": None if edge.missed is None else asdict(edge.missed),
+    }
 
 
 def edge_story(analysis: Analysis, edge: Edge) -> list[str]:
@@ -45,11 +63,22 @@ def edge_story(analysis: Analysis, edge: Edge) -> list[str]:
         head = [
             f"{_name(producer)} → {_name(consumer)}",
             f"{went} from one to the other through {analysis.device.memory_name}.",
+            *(line.strip() for line in _because(analysis, edge)[:1]),
             "",
             *_work("producer", producer),
             *_work("consumer", consumer),
         ]
     return [*head, "", *_decisions(edge), *_at_stake(edge.missed)]
+
+
+def _because(analysis: Analysis, edge: Edge) -> list[str]:
+    """Says in plain words why the ends are apart, then in the compiler's."""
+    said = apart_because(edge)
+    decision = next((each for each in reversed(edge.decisions) if each.verdict != "fused"), edge.missed)
+    if decision is None or decision.category == OTHER_RULE:
+        return [f"     {said}"]
+    plain = plain_reason(decision.category, analysis.launches[edge.producer], analysis.launches[edge.consumer])
+    return [f"     {plain}", f"     {said}"]
 
 
 def _name(launch: Launch) -> str:

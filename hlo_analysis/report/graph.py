@@ -1,6 +1,7 @@
 """Lays out the launches as a layered graph, by scope and within each scope, for a script to draw.
 
-The graph has two levels: scopes are boxes in layers, and each scope contains its launches. igraph's Sugiyama layout
+The graph has two levels: scopes are boxes in layers, and each scope contains its launches. Where there are many scopes,
+all scopes of one layer of the model are one box. igraph's Sugiyama layout
 (Sugiyama, Tagawa, Toda 1981) places both. Opening or closing a scope changes the sizes of boxes, never the order in a
 layer.
 """
@@ -11,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import igraph
-
-from hlo_analysis.records import Analysis, Phase
+from hlo_analysis.records import Analysis, Launch, Phase
+from hlo_analysis.report.similar_layers import layer_of
 
 type Layer = tuple[int | None, ...]
 """The slots of a layer from left to right: the number of a cluster, or None where a line crosses the layer."""
@@ -21,7 +21,7 @@ type Layer = tuple[int | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The launches of one scope (or source line, if they have no scope) and phase.
+    """The launches of one scope (or source line, if they have no scope), or of one layer of the model, and one phase.
 
     `places` holds the place of each inside: (column, layer), both from 0.
     """
@@ -71,6 +71,7 @@ def _clusters(analysis: Analysis, edges: Iterable[tuple[int, int, int]]) -> list
     A scope that works both before and after another gets more than one cluster. Clusters can then be drawn in layers
     with every line pointing down.
     """
+    key_of = _by_layer if len({_by_scope(launch) for launch in analysis.launches}) > _MOST_SCOPES else _by_scope
     sources: dict[int, list[int]] = {}
     for source, target, _ in edges:
         sources.setdefault(target, []).append(source)
@@ -78,7 +79,7 @@ def _clusters(analysis: Analysis, edges: Iterable[tuple[int, int, int]]) -> list
     below: list[set[int]] = []  # the clusters that a path from each cluster reaches
     home: dict[int, int] = {}
     for launch in analysis.launches:
-        key = (launch.group, launch.phase)
+        key = key_of(launch)
         above = {home[source] for source in sources.get(launch.index, ()) if source in home}
         own = [number for number, (scope, _) in enumerate(clusters) if scope == key]
         fitting = (number for number in reversed(own) if not above & below[number])
@@ -93,6 +94,21 @@ def _clusters(analysis: Analysis, edges: Iterable[tuple[int, int, int]]) -> list
             if other in above or above & below[other]:
                 below[other] |= {number} | below[number]
     return clusters
+
+
+_MOST_SCOPES = 16
+"""More boxes than these are folded: lines between them could not be followed."""
+
+
+def _by_scope(launch: Launch) -> tuple[str, Phase]:
+    return launch.group, launch.phase
+
+
+def _by_layer(launch: Launch) -> tuple[str, Phase]:
+    """Returns the scope up to the first part that ends in a number; of a source line its file."""
+    if not launch.scope:
+        return launch.group.rpartition(":")[0] or launch.group, launch.phase
+    return layer_of(launch.scope, launch.phase)[0] or launch.scope.partition("/")[0], launch.phase
 
 
 def _edges(analysis: Analysis) -> tuple[tuple[int, int, int], ...]:
@@ -116,6 +132,8 @@ def _sugiyama(count: int, edges: Sequence[tuple[int, int]]) -> tuple[list[Place]
     Connected components are laid out separately, side by side: for several components, igraph 1.0.0 gives the bends to
     the wrong edges.
     """
+    import igraph
+
     places: list[Place] = [(0.0, 0)] * count
     bends: list[list[Place]] = [[] for _ in edges]
     shift = 0.0

@@ -5,11 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -22,7 +21,7 @@ from hlo_analysis.report.ranking import is_lower_bound, ranking, rival
 from hlo_analysis.report.similar_layers import fold_layers, without_numbers
 from hlo_analysis.report.times import measured_sentences
 
-STYLES = ("page.css", "tables.css", "sections.css", "charts.css", "missed.css")
+STYLES = ("page.css", "tables.css", "sections.css", "charts.css", "cards.css")
 SCRIPTS = (
     "data.js",
     "links.js",
@@ -32,8 +31,9 @@ SCRIPTS = (
     "strategies.js",
     "roofline.js",
     "launches.js",
-    "hotspots.js",
-    "missed.js",
+    "values.js",
+    "advice.js",
+    "times.js",
     "decisions.js",
     "columns.js",
     "zoom.js",
@@ -70,14 +70,13 @@ def render_html(comparison: Comparison) -> str:
             strategies=strategies,
             rival=rival(comparison),
             ranking=ranking(comparison),
-            tiles=_tiles(comparison, base, base.analysis) if base.analysis else [],
             bars=_traffic_bars(comparison),
             rows=_scope_rows(comparison),
             has_scopes=any(
                 launch.scope for each in comparison.strategies if each.analysis for launch in each.analysis.launches
             ),
             provenance=_provenance(comparison),
-            caveats=[note for names, note in sentences.caveats(comparison) if not names or base.name in names],
+            limits=len(sentences.caveats(comparison)),
             measured_notes=[note for _, note in measured_sentences(comparison)],
             families=_families_present(comparison),
             has_measured=any(result.measured_us is not None for result in comparison.strategies),
@@ -112,10 +111,20 @@ def _environment() -> Environment:
         us=formats.format_us,
         family=launch_families.family_of,
         breakable=_breakable,
+        code=_code,
         last_scope=sentences.last_scope,
     )
     environment.globals.update(change=formats.format_change, family_descriptions=launch_families.FAMILIES)
     return environment
+
+
+def _code(text: str) -> Markup:
+    """Escapes the text and shows what is in backquotes as code."""
+    parts = text.split("`")
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if place % 2 and place < len(parts) - 1 else escape(part)
+        for place, part in enumerate(parts)
+    )
 
 
 def _breakable(name: str) -> Markup:
@@ -165,105 +174,6 @@ def _stale(result: StrategyResult) -> Measured | None:
 
 def _family_place(kind: str) -> int:
     return list(launch_families.FAMILIES).index(launch_families.family_of(kind))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tile:
-    """One main number of the baseline, and the rival's number beside it."""
-
-    label: str
-    number: str
-    remark: str
-    how: Literal["counted", "estimated", "measured"]
-    beside: str = ""
-
-
-def _tiles(comparison: Comparison, base: StrategyResult, analysis: Analysis) -> list[Tile]:
-    traffic, memory = analysis.traffic, analysis.memory
-    other = rival(comparison)
-    peak = sentences.peak_bytes(analysis)
-
-    def beside(of: Callable[[StrategyResult, Analysis], float | None], show: Callable[[float], str]) -> str:
-        """Formats the rival's number and its difference: 'pallas: 1.9 GB, −92%'."""
-        if other is None or other.analysis is None:
-            return ""
-        ours, theirs = of(base, analysis), of(other, other.analysis)
-        if ours is None or theirs is None:
-            return ""
-        return f"{other.name}: {show(theirs)}, {formats.format_change(theirs, ours)}"
-
-    saved_tile = []
-    saved = comparison.saved_bytes(comparison.baseline)
-    if saved is not None:
-        in_all = f"{formats.format_bytes(saved)} of {formats.format_bytes(saved + traffic.bytes)} unfused"
-        theirs = f"{other.name}: {sentences.saved_percent(comparison, other.name)}" if other else ""
-        percent = sentences.saved_percent(comparison, comparison.baseline)
-        saved_tile = [Tile(label="Saved by fusion", number=percent, remark=in_all, how="counted", beside=theirs)]
-    timed, stale = base.measured_us, _stale(base)
-    usual = "what kernels usually take"
-    if analysis.device.is_cpu:
-        usual = "at round figures, not those of a CPU: 100 GB/s and 1 TFLOP/s"
-    elif stale is not None:
-        usual += f"; {stale.differs}: {formats.format_us(stale.kernel_us or 0)}"
-    name = analysis.device.memory_name
-    return [
-        Tile(
-            label="Launches",
-            number=str(analysis.launch_count),
-            remark=_kinds_words(analysis),
-            how="counted",
-            beside=beside(lambda _, it: it.launch_count, lambda count: f"{count:,.0f}"),
-        ),
-        Tile(
-            label=f"{name[0].upper()}{name[1:]} traffic",
-            number=formats.format_bytes(traffic.bytes),
-            remark="read and written",
-            how="counted",
-            beside=beside(lambda _, it: it.traffic.bytes, formats.format_bytes),
-        ),
-        *saved_tile,
-        Tile(
-            label="Between launches",
-            number=formats.format_bytes(traffic.intermediate_bytes),
-            remark="written by one launch, read by others; writes of outputs left out",
-            how="counted",
-            beside=beside(lambda _, it: it.traffic.intermediate_bytes, formats.format_bytes),
-        ),
-        Tile(
-            label="Roofline time",
-            number=formats.format_us(analysis.roofline_us),
-            remark=f"{formats.format_flops(traffic.flops)}, {formats.format_intensity(traffic.intensity)}",
-            how="estimated",
-            beside=beside(lambda _, it: it.roofline_us, formats.format_us),
-        ),
-        Tile(
-            label="Time",
-            number=formats.format_us(analysis.estimated_us if timed is None else timed),
-            remark=usual
-            if timed is None
-            else f"GPU time of all kernels; the estimate is {formats.format_us(analysis.estimated_us)}",
-            how="estimated" if timed is None else "measured",
-            beside=beside(
-                lambda result, it: it.estimated_us if timed is None else result.measured_us, formats.format_us
-            ),
-        ),
-        Tile(
-            label="Peak memory",
-            number="–" if peak is None else formats.format_bytes(peak),
-            remark="no buffer assignment to count from"
-            if peak is None
-            else f"{formats.format_bytes(memory.temp_bytes)} temporary",
-            how="counted",
-            beside=beside(lambda _, it: sentences.peak_bytes(it), formats.format_bytes),
-        ),
-    ]
-
-
-def _kinds_words(analysis: Analysis) -> str:
-    top = list(analysis.launches_by_kind.items())
-    named = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in top[:3])
-    rest = sum(count for _, count in top[3:])
-    return f"{named}, {rest} more" if rest else named
 
 
 def _traffic_bars(comparison: Comparison) -> list[dict[str, Any]]:

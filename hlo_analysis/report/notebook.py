@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 def render_notebook(record: Comparison | Analysis) -> str:
     """Returns a short HTML fragment that takes the notebook's colours and font, and runs no script."""
-    comparison = record
-    if isinstance(record, Analysis):
-        only = StrategyResult(name=record.label, description="", analysis=record)
-        comparison = Comparison(title=repr(record.provenance), baseline=record.label, strategies=(only,))
-    assert isinstance(comparison, Comparison)
+    comparison = as_comparison(record)
     environment = Environment(
         loader=PackageLoader("hlo_analysis.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -36,8 +32,19 @@ def render_notebook(record: Comparison | Analysis) -> str:
     )
 
 
-def show(comparison: Comparison) -> HTML:
-    """Returns the comparison as the value of a notebook cell.
+def as_comparison(record: Comparison | Analysis) -> Comparison:
+    """Returns an analysis as the comparison of a single strategy; a comparison as it is."""
+    if isinstance(record, Comparison):
+        return record
+    from hlo_analysis.diff import compare_analyses
+
+    made = record.provenance
+    title = f"{made.function}, {made.mode}, {made.target}"
+    return compare_analyses(title, [StrategyResult(name=record.label, description="", analysis=record)], record.label)
+
+
+def show(comparison: Comparison | Analysis) -> HTML:
+    """Returns the comparison or analysis as the value of a notebook cell.
 
     Raises:
         ImportError: IPython is not installed.

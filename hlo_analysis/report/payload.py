@@ -18,7 +18,7 @@ from typing import Any
 
 from hlo_analysis.costs.roofline import supported_estimate
 from hlo_analysis.decisions.categories import CATEGORIES
-from hlo_analysis.hotspots.times import launches_of
+from hlo_analysis.decisions.explanations import plain_reason
 from hlo_analysis.records import (
     Analysis,
     Comparison,
@@ -32,8 +32,8 @@ from hlo_analysis.records import (
     Value,
 )
 from hlo_analysis.report import sentences
+from hlo_analysis.report.advice import advice, listed
 from hlo_analysis.report.graph import LaunchGraph, launch_graph
-from hlo_analysis.report.hotspots import listed
 from hlo_analysis.report.launch_families import FAMILY_OF
 from hlo_analysis.report.similar_layers import group_missed
 
@@ -50,12 +50,12 @@ DECISION_COLUMNS = (
 DECISION_POOLED = ("verdict", "reason", "category", "pass", "shape", "scope")
 MISSED_COLUMNS = (
     "rank", "value", "shape", "from", "to", "bytes", "time", "share", "reason", "category", "remedyKind", "remedy",
-    "scope", "source", "code", "trial", "group",
+    "scope", "source", "code", "trial", "plain", "group",
 )  # fmt: skip
-MISSED_POOLED = ("shape", "reason", "category", "remedyKind", "remedy", "scope", "source", "code")
+MISSED_POOLED = ("shape", "reason", "category", "remedyKind", "remedy", "scope", "source", "code", "plain")
 
 HOTSPOT_COLUMNS = (
-    "launches", "missed", "cause", "scope", "source", "time", "excess", "how", "most", "remedyKind", "remedy", "code",
+    "missed", "cause", "scope", "source", "time", "excess", "how", "most", "remedyKind", "remedy", "kernel", "code",
     "trial", "waits",
 )  # fmt: skip
 HOTSPOT_POOLED = ("cause", "scope", "source", "remedyKind", "remedy", "code")
@@ -126,6 +126,8 @@ def _strategy(result: StrategyResult, tables: Mapping[str, _Table], pool: Pool) 
         **{name: table.plain(pool) for name, table in tables.items()},
         "silent": Counter(reason for _, reason in analysis.silent).most_common(),
         "graph": _graph(launch_graph(analysis)),
+        "advice": _advice(analysis),
+        "lines": analysis.source_lines,
     }
 
 
@@ -187,12 +189,16 @@ def _tables(analysis: Analysis, places: Mapping[str, int]) -> dict[str, _Table]:
         "missed": _Table(
             columns=MISSED_COLUMNS,
             pooled=MISSED_POOLED,
-            rows=[_missed(item, group) for group, alike in enumerate(group_missed(analysis)) for item in alike],
+            rows=[
+                _missed(item, plain_reason(item.category, *_ends(item, analysis)), group)
+                for group, alike in enumerate(group_missed(analysis))
+                for item in alike
+            ],
         ),
         "hotspots": _Table(
             columns=HOTSPOT_COLUMNS,
             pooled=HOTSPOT_POOLED,
-            rows=[_hotspot(item, launches_of(item, analysis.missed)) for item in listed(analysis)],
+            rows=[_hotspot(item) for item in listed(analysis)],
         ),
     }
 
@@ -228,20 +234,24 @@ def _decision(decision: Decision) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _missed(missed: MissedFusion, group: int) -> tuple[Any, ...]:
+def _ends(item: MissedFusion, analysis: Analysis) -> tuple[Launch, Launch]:
+    return analysis.launches[item.producer], analysis.launches[item.consumers[0]]
+
+
+def _missed(missed: MissedFusion, plain: str, group: int) -> tuple[Any, ...]:
     return (
         missed.rank, missed.value, missed.shape, missed.producer, missed.consumers, missed.bytes_at_stake,
         round(missed.remaining_us, 3), round(missed.share, 4), missed.reason, missed.category,
         missed.remedy_kind, missed.remedy, missed.scope, missed.source, remedy_code(missed),
-        _trial(missed.trial), group,
+        _trial(missed.trial), plain, group,
     )  # fmt: skip
 
 
-def _hotspot(hotspot: Hotspot, launches: Sequence[int]) -> tuple[Any, ...]:
+def _hotspot(hotspot: Hotspot) -> tuple[Any, ...]:
     return (
-        launches, hotspot.missed, hotspot.cause, hotspot.scope, hotspot.source, round(hotspot.time_us, 3),
+        hotspot.missed, hotspot.cause, hotspot.scope, hotspot.source, round(hotspot.time_us, 3),
         round(hotspot.excess_us, 3), hotspot.how, _rounded(hotspot.most_us), hotspot.remedy_kind, hotspot.remedy,
-        remedy_code(hotspot), _trial(hotspot.trial),
+        hotspot.kernel, remedy_code(hotspot), _trial(hotspot.trial),
         hotspot.waits_for_host,
     )  # fmt: skip
 
@@ -277,6 +287,21 @@ def _device(device: Device) -> dict[str, Any]:
         "vector": device.vector_flops,
         "overhead": device.launch_overhead_us,
     }
+
+
+def _advice(analysis: Analysis) -> list[dict[str, Any]]:
+    """Returns the remedies; `places` are those of their hotspots in the table."""
+    place = {id(item): number for number, item in enumerate(listed(analysis))}
+    return [
+        {
+            "places": [place[id(item)] for item in each.hotspots],
+            "launches": each.launches,
+            "layers": each.layers,
+            "saved": round(each.saved_us, 3),
+            "isOpen": each.is_open,
+        }
+        for each in advice(analysis)
+    ]
 
 
 def _graph(graph: LaunchGraph) -> dict[str, Any]:

@@ -130,6 +130,7 @@ def _strategy(result: StrategyResult, name: str, scopes: _Scopes) -> StrategyRes
         description=result.description if name == result.name and not _has_path(result.description) else "",
         error=None if result.error is None else WITHHELD,
         analysis=None if result.analysis is None else _analysis(result.analysis, name, scopes),
+        call="",
         sites=tuple(replace(site, source="", reason="") for site in result.sites),
     )
 
@@ -149,6 +150,7 @@ def _analysis(analysis: Analysis, label: str, scopes: _Scopes) -> Analysis:
         silent=tuple((names.alias(name), names.within(reason)) for name, reason in analysis.silent),
         measured=None if analysis.measured is None else _measured(analysis.measured, names, kernels),
         ptx=(),
+        source_lines=(),
     )
 
 
@@ -224,6 +226,7 @@ def _hotspot(hotspot: Hotspot, names: _Names, scopes: _Scopes) -> Hotspot:
     trial = hotspot.trial
     return replace(
         hotspot,
+        cause=names.within(hotspot.cause),
         remedy=names.within(hotspot.remedy),
         scope=scopes.alias(hotspot.scope),
         source=None,

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from hlo_analysis.records import (
     Analysis,
     Comparison,
-    Hotspot,
     Memory,
-    MissedFusion,
     Numerics,
     Provenance,
     SiteRecord,
     StrategyResult,
     Trial,
 )
+from hlo_analysis.report.advice import headline
 from hlo_analysis.report.formats import Unit, format_bytes, format_change, format_us, plural
 from hlo_analysis.report.ranking import Ranking, is_lower_bound, ranking
 from hlo_analysis.report.similar_layers import without_numbers
@@ -143,11 +142,6 @@ def trial_text(trial: Trial) -> str:
     return f"{trial.change}: {effect if trial.helps else f'no gain ({effect})'}"
 
 
-def is_advice(item: MissedFusion | Hotspot) -> bool:
-    """Whether to show the remedy as advice: not if it was tried and does not help."""
-    return item.trial is None or item.trial.helps or bool(item.trial.error)
-
-
 def site_texts(sites: Sequence[SiteRecord]) -> dict[str, list[str]]:
     """Returns lines such as 'model.py:12: rms_norm by mosaic', by the sites' outcome; equal ones once, counted."""
     counts = Counter(sites)
@@ -193,16 +187,17 @@ def caveats(comparison: Comparison) -> list[tuple[tuple[str, ...], str]]:
 
 
 def verdict(comparison: Comparison) -> str:
-    """Returns one or two sentences about the baseline and the fastest strategy."""
+    """Returns what to do and what it gives, and what the baseline's program is, in two to four sentences."""
     return " ".join(verdict_sentences(comparison))
 
 
 def verdict_sentences(comparison: Comparison) -> tuple[str, ...]:
-    """Returns the sentences of the verdict, the baseline's first."""
+    """Returns the sentences of the verdict: what to do and what it gives, then what the baseline's program is."""
     base = comparison[comparison.baseline]
     if base.analysis is None:
-        return (f"{base.name} could not be analysed: {base.error}",)
-    return tuple(filter(None, (_baseline_sentence(comparison, base.analysis), _best_sentence(comparison))))
+        return (headline(comparison),)
+    others = (_baseline_sentence(comparison, base.analysis), _best_sentence(comparison))
+    return (headline(comparison), *filter(None, others))
 
 
 def _baseline_sentence(comparison: Comparison, analysis: Analysis) -> str:
@@ -267,17 +262,16 @@ def _partial_sentence(names: Sequence[str]) -> str:
 
 
 def _fastest_sentence(base: StrategyResult, ranked: Ranking) -> str:
-    best, time = ranked.winner, ranked.time_of
+    """Says that no strategy is faster than the baseline, or how many the headline's was the fastest of."""
+    best = ranked.winner
     if best is None or best.analysis is None or base.analysis is None:
         return ""
     if best is base:
         others = [result.name for result in ranked.results if result is not base]
         none = f"{others[0]} is not" if len(others) == 1 else f"None of the other {len(others)} strategies is"
         return f"{none} faster ({ranked.how})."
-    launches = plural(best.analysis.launch_count, "launch")
+    traffic = format_change(best.analysis.traffic.bytes, base.analysis.traffic.bytes)
     return (
-        f"Fastest of the {len(ranked.results)} strategies ({ranked.how}): {best.name}, "
-        f"{format_change(time(best), time(base))} time and "
-        f"{format_change(best.analysis.traffic.bytes, base.analysis.traffic.bytes)} "
-        f"{base.analysis.device.memory_name} traffic in {launches}."
+        f"Fastest of {len(ranked.results)} strategies: {best.name}, in {plural(best.analysis.launch_count, 'launch')}, "
+        f"{traffic} {base.analysis.device.memory_name} traffic."
     )

@@ -40,7 +40,7 @@ def fold_layers[Row](
         scope_of: returns a row's scope and phase. A layer is everything under one numbered name, as 'model/layer_3'.
         signature_of: returns a value that is equal for the rows of equal layers.
     """
-    layers = [(key, list(found)) for key, found in groupby(rows, key=lambda row: _layer(*scope_of(row)))]
+    layers = [(key, list(found)) for key, found in groupby(rows, key=lambda row: layer_of(*scope_of(row)))]
 
     def alike(layer: tuple[tuple[str, str], list[Row]]) -> Hashable:
         (name, phase), found = layer
@@ -60,7 +60,7 @@ def fold_layers[Row](
     return folded
 
 
-def _layer(scope: str, phase: str) -> tuple[str, str]:
+def layer_of(scope: str, phase: str) -> tuple[str, str]:
     """Returns the scope up to its first part that ends in a number ('' if there is none), and the phase.
 
     A source line, such as 'model.py:12', is no layer.

@@ -1,4 +1,4 @@
-"""Prints a comparison on a terminal: verdict, strategy table, sites of fused operations, where the time goes."""
+"""Prints a comparison on a terminal: what to do, where the time goes, strategies, sites of fused operations."""
 
 from __future__ import annotations
 
@@ -13,19 +13,35 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hlo_analysis.records import Analysis, Comparison, Hotspot, StrategyResult
+from hlo_analysis.records import Analysis, Comparison, StrategyResult
 from hlo_analysis.report import formats, sentences
+from hlo_analysis.report.advice import Advice, advice, effect_text, launches_text, most_text, program_us
 from hlo_analysis.report.console import fitted
-from hlo_analysis.report.formats import Units, plural, units_of
-from hlo_analysis.report.hotspots import heading, launches_text, listed, time_text
+from hlo_analysis.report.formats import Units, format_us, plural, units_of
+from hlo_analysis.report.time_groups import time_groups
 from hlo_analysis.report.times import measured_sentences
 
 
-def render_terminal(comparison: Comparison, console: Console, *, hotspots: int = 5) -> None:
-    """Prints the comparison on `console`: verdict, strategy table, sites, and the `hotspots` first hotspots."""
+def render_terminal(comparison: Comparison, console: Console, *, remedies: int = 5, groups: int = 8) -> None:
+    """Prints the comparison on `console`: what to do, where the time goes, strategies, sites.
+
+    Args:
+        comparison: what to print.
+        console: where.
+        remedies: how many remedies.
+        groups: how many groups of launches.
+    """
     console.print()
-    console.print(Text(comparison.title, style="bold"))
-    console.print(Text(sentences.verdict(comparison)))
+    first, *others = sentences.verdict_sentences(comparison)
+    console.print(Text(comparison.title, style="dim"))
+    console.print(Text(first, style="bold"))
+    console.print(Text(" ".join(others)))
+    base = comparison[comparison.baseline]
+    if base.analysis is not None:
+        _what_to_do(base.analysis, console, remedies)
+        console.print()
+        console.print(Text(f"Where the time of {base.name} goes", "bold"))
+        console.print(fitted(console, [functools.partial(times_table, base.analysis, groups)]))
     console.print()
     makers = [functools.partial(strategy_table, comparison, left_out=each) for each in _LEFT_OUT]
     table = fitted(console, makers)
@@ -38,13 +54,37 @@ def render_terminal(comparison: Comparison, console: Console, *, hotspots: int =
         if result.sites:
             console.print()
             console.print(_sites(result))
-    base = comparison[comparison.baseline]
-    if base.analysis is not None and (found := listed(base.analysis)):
-        console.print()
-        first = f"the first {hotspots} of {len(found)} causes" if len(found) > hotspots else plural(len(found), "cause")
-        console.print(Text(f"Where the time of {base.name} goes: {heading(base.analysis, found)}; {first}", "bold"))
-        console.print(Group(*(_hotspot(base.analysis, *each) for each in enumerate(found[:hotspots], start=1))))
     console.print()
+
+
+def _what_to_do(analysis: Analysis, console: Console, count: int) -> None:
+    found = advice(analysis)
+    if not found:
+        return
+    first = f"the first {count} of {len(found)} remedies" if len(found) > count else "by remedy"
+    console.print()
+    console.print(Text(f"What to do, {first}", "bold"))
+    console.print(Group(*(_advice(analysis, *each) for each in enumerate(found[:count], start=1))))
+
+
+def times_table(analysis: Analysis, count: int) -> Table:
+    """Returns a table of the groups of launches that take longest."""
+    found = time_groups(analysis)
+    whole = program_us(analysis) or 1
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("time", "share", "launches"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("scope", overflow="fold", min_width=16)
+    for group in found[:count]:
+        bar = "█" * round(8 * group.time_us / found[0].time_us) if found[0].time_us else ""
+        name = f"{group.name} ×{group.scopes}" if group.scopes > 1 and "*" in group.name else group.name
+        share = f"{group.time_us / whole:.0%}"
+        table.add_row(format_us(group.time_us), share, str(group.count), Text.assemble((f"{bar:<8} ", "yellow"), name))
+    if rest := found[count:]:
+        others = sum(group.time_us for group in rest)
+        launches = str(sum(group.count for group in rest))
+        table.add_row(format_us(others), f"{others / whole:.0%}", launches, f"{'':<9}{plural(len(rest), 'other')}")
+    return table
 
 
 _LEFT_OUT = ((), ("kinds",), ("kinds", "saved"), ("kinds", "saved", "wall"), ("kinds", "saved", "wall", "peak"))
@@ -191,16 +231,26 @@ def _sites(result: StrategyResult) -> Group:
     return Group(Text(head, "bold"), *lines)
 
 
-def _hotspot(analysis: Analysis, place: int, item: Hotspot) -> Padding:
+def _advice(analysis: Analysis, place: int, item: Advice) -> Padding:
+    first = item.first
+    how = "verified" if item.is_verified else "" if first.waits_for_host else first.how
     head = Text.assemble(
         (f"{place}. ", "bold"),
-        (time_text(item), "bold yellow"),
-        "  " if item.waits_for_host else f" {item.how}  ",
-        (" ".join(filter(None, (sentences.last_scope(item.scope), item.source))) or "no scope", "cyan"),
+        (effect_text(analysis, item), "bold green" if item.is_verified else "bold yellow"),
+        f" {how}  ",
+        (item.name, "bold"),
+        "  ",
+        (item.place or "no scope", "cyan"),
     )
-    body = Text.assemble((launches_text(analysis, item), "dim"), "\n", "why     ", item.cause)
-    if item.remedy and sentences.is_advice(item):
-        body.append("\n").append(f"{item.remedy_kind:<8}", "green").append(item.remedy)
+    lines = dict(analysis.source_lines)
+    body = Text()
+    if text := lines.get(first.source or ""):
+        body.append(f"{text}\n", "dim")
+    body.append(launches_text(analysis, item.launches), "dim").append(f"\nwhy     {first.cause}")
+    if worst := most_text(item):
+        body.append(f" {worst}.")
+    if first.remedy and item.is_open:
+        body.append("\n").append(f"{first.remedy_kind:<8}", "green").append(first.remedy)
     if item.trial is not None:
         style = "green" if item.trial.helps else "dim"
         body.append("\n").append("tried   ", style).append(sentences.trial_text(item.trial))

@@ -313,8 +313,9 @@ def _real_rows(results: dict[str, Any]) -> Iterator[str]:
                 before, after = real["before"]["wall_us"] / 1e3, real["after"]["wall_us"] / 1e3
                 times = f"{before:.1f} | {after:.1f} | {before / after:.2f}"
                 peer = found[part].get("torch", {})
-                is_alike = all(peer.get(name) == real[name] for name in ("size", "gpu"))
-                times += f" | {peer['wall_us'] / 1e3:.1f} | {peer['wall_us'] / 1e3 / after:.2f}" if is_alike else " | | "
+                is_alike = all(peer.get(each) == real[each] for each in ("size", "gpu"))
+                other = peer["wall_us"] / 1e3 if is_alike else None
+                times += f" | {other:.1f} | {other / after:.2f}" if other else " | | "
                 yield f"| {name} | {part} | {real['size']} | {real['gpu']} | {times} |"
 
 

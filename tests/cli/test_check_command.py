@@ -93,7 +93,7 @@ def test_against_a_whole_report_only_what_changed_is_named(invoke, report: str):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "expected --max-launches, --max-hbm-bytes or --baseline"),
+        ([], "expected --max-launches, another --max option or --baseline"),
         (["--max-hbm-bytes", "ten"], "as 250000000, 250MB or 1.5GB, got 'ten'"),
         (["--baseline", "lock.json"], "cannot read lock.json"),
         (["--baseline", "old.json"], "expected a lock of version 1"),
@@ -136,3 +136,32 @@ def test_bytes(text: str, count: int):
 def test_no_bytes(text: str):
     with pytest.raises(InputError):
         parse_bytes(text)
+
+
+def test_peak_memory_and_each_value_between_launches_are_limited(invoke, report: str):
+    scores = 2 * 32 * 4096 * 4096 * 2
+    peak, words = 6 << 30, ("check", "--capture", report, "--no-annotations")
+    assert invoke(*words, "--max-peak-bytes", peak, "--max-value-bytes", scores).exit_code == 0
+    result = invoke(*words, "--max-peak-bytes", peak - 1, "--max-value-bytes", "1GB")
+    assert result.exit_code == 1
+    said = [line for line in result.stdout.splitlines() if line.startswith("exceeded")]
+    assert (
+        said[0]
+        == f"exceeded: 6.4 GB of memory at the peak ({peak:,} bytes), at most 6.4 GB ({peak - 1:,}; --max-peak-bytes)"
+    )
+    assert len(said) > 1
+    assert all("bf16[2,32,4096,4096] (2,147,483,648 bytes), at most 1.0 GB" in line for line in said[1:])
+    lines = result.stdout.splitlines()
+    at = lines.index(said[1])
+    assert lines[at + 1].startswith("  #4 "), "the launch that writes it"
+    assert "at most 1.0 TB" not in invoke(*words, "--max-value-bytes", "1TB").stdout
+
+
+def test_peak_memory_of_a_lock_is_a_limit_if_the_lock_knows_it(invoke, report: str):
+    invoke("check", "--capture", report, "--write", "lock.json")
+    lock = json.loads(Path("lock.json").read_text())
+    assert lock["peak_bytes"] == 6 << 30
+    Path("lock.json").write_text(json.dumps(lock | {"peak_bytes": 5}))
+    assert "of memory at the peak" in invoke("check", "--capture", report, "--baseline", "lock.json").stdout
+    Path("lock.json").write_text(json.dumps({name: value for name, value in lock.items() if name != "peak_bytes"}))
+    assert invoke("check", "--capture", report, "--baseline", "lock.json").exit_code == 0

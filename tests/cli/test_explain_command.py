@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from hlo_analysis.saved import save
@@ -59,3 +61,28 @@ def test_bad_input(invoke, report: str, words: list[str], message: str):
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
     assert result.stdout == ""
+
+
+def test_json_has_both_launches_the_reason_and_the_cost(invoke, report: str):
+    edges = json.loads(invoke("explain", "--capture", report, "--json", "-n", "2").stdout)
+    assert len(edges) == 2
+    assert {"producer", "consumer", "because", "words", "decisions", "missed"} <= set(edges[0])
+    (one,) = json.loads(
+        invoke(
+            "explain", edges[0]["producer"]["index"], edges[0]["consumer"]["index"], "--capture", report, "--json"
+        ).stdout
+    )
+    assert one == edges[0]
+
+
+@pytest.mark.parametrize("words", [("targets",), ("strategies",), ("kernels",), ("study", "--list")])
+def test_lists_have_json(invoke, words: tuple[str, ...]):
+    found = json.loads(invoke(*words, "--json").stdout)
+    assert len(found) > 4
+    assert all(each["name"] for each in found)
+
+
+def test_the_json_of_an_operation_says_what_calls_take(invoke):
+    found = json.loads(invoke("kernels", "softmax", "--json", "--arg", "x=bf16[8192,4096]").stdout)
+    assert found["takes"] in found["runs"]
+    assert json.loads(invoke("kernels", "softmax", "--json").stdout)["calls"]

@@ -21,7 +21,7 @@ from hlo_analysis import Analysis, Capture, analyze, capture
 from hlo_analysis.hotspots import find_hotspots, timed
 from hlo_analysis.measured import with_measured
 from hlo_analysis.records import Device, Hotspot
-from hlo_analysis.report.hotspots import listed
+from hlo_analysis.report.advice import listed
 from hlo_analysis.targets import CPU_DEVICE
 from hlo_analysis.targets.efficiency import EFFICIENCY
 from xlafuse.catalogue import KERNELS

@@ -27,51 +27,104 @@ def _numbers(page: Page, selector: str) -> list[float]:
     return [float(value) * {"µs": 1, "ms": 1000}[unit] for value, unit in (text.split() for text in texts)]
 
 
-def test_where_the_time_goes_stands_under_the_verdict(page: Page):
+_CARDS = "#advice-list > li[data-places]"
+
+
+def test_what_to_do_stands_under_the_verdict_verified_first(page: Page):
     assert page.complaints() == []
-    cards = "#hotspot-list > li"
-    times = _numbers(page, "#hotspot-list .cost strong")
-    assert len(times) == page.count(cards) == 5
-    assert times == sorted(times, reverse=True)
-    first, second, slow, fourth = (page.text(f"{cards}:nth-child({place})") for place in (1, 2, 3, 4))
-    assert "Tried: no gain (compiler option xla_gpu_experimental_fuse=true)" in first
-    assert "897 µs" in second
-    assert "block.py:104" in second
-    assert CODE in second
-    assert "Verified by compiling again with attention by xlafuse.fuse: −2 launches, −6.4 GB, −1.73 ms" in second
-    assert "A scatter adds 8192 rows into 2" in slow
-    assert "#5 softmax_fusion" in slow
-    assert "269 µsmeasured" in slow.replace("\n", "")
-    assert "1.50 ms at worst" in slow
-    assert "Not verified: the program has a custom_jvp here" in fourth
+    assert page.count(_CARDS) == 5
+    verified, failed, untried, vain, unknown = (page.text(f"{_CARDS}:nth-child({place})") for place in range(1, 6))
+    for said in ("−1.73 ms", "% of the time", "−6.4 GB, −2 launches", "attention", "block.py:104", CODE):
+        assert said in verified
+    assert "Verified by compiling again with attention by xlafuse.fuse" in verified
+    assert "100 µs" in untried
+    assert "of the time, above need" in untried
+    assert "Not verified: the program has a custom_jvp here" in failed
+    assert "Tried: no gain (compiler option xla_gpu_experimental_fuse=true)" in vain
+    assert "cuDNN" not in vain, "what was tried in vain is no advice"
+    assert "A scatter adds 8192 rows into 2" in unknown
+    assert "269 µsmeasured" in unknown.replace("\n", "")
+    assert "1.50 ms at worst" in unknown
 
 
-def test_a_hotspot_is_linked_and_names_its_missed_fusions(browser: Browser, tmp_path: Path):
+def test_a_card_is_a_remedy_with_the_lines_and_layers_that_it_mends(browser: Browser, tmp_path: Path):
     comparison = full_comparison()
     result = comparison["xla"]
     assert result.analysis is not None
-    twice = replace(result, analysis=replace(result.analysis, hotspots=(*result.analysis.hotspots[:5],) * 2))
+    first, second, *_ = result.analysis.hotspots
+    layers = tuple(replace(each, scope=f"model/blocks/{each.index % 2}/mlp") for each in result.analysis.launches)
+    alike = (replace(first, kernel="k", options=()), replace(second, kernel="k", options=(), trial=first.trial))
+    alike = tuple(replace(each, source=f"model.py:{place}") for place, each in enumerate(alike, start=1))
+    lines = (("model.py:1", "y = x @ w  # <b>"),)
+    analysis = replace(result.analysis, launches=layers, hotspots=alike, source_lines=lines)
+    file = tmp_path / "report.html"
+    alone = replace(comparison, strategies=(replace(result, analysis=analysis),), unfused=None, rows=())
+    file.write_text(render_html(alone), encoding="utf-8")
+    page = Page(browser, file)
+    assert page.count(_CARDS) == 1
+    for said in ("model.py:1", "model.py:2", "layers 0 and 1", "y = x @ w  # <b>"):
+        assert said in page.text(_CARDS)
+    page.write("#search", "@ w")
+    assert "y = x @ w" in page.text("#found .match")
+
+
+def test_a_card_is_linked_and_holds_its_values(browser: Browser, tmp_path: Path):
+    comparison = full_comparison()
+    result = comparison["xla"]
+    assert result.analysis is not None
+    many = tuple(
+        replace(each, kernel=None, options=(), remedy=f"{place}")
+        for place, each in enumerate(result.analysis.hotspots[:5] * 2)
+    )
+    twice = replace(result, analysis=replace(result.analysis, hotspots=many))
     file = tmp_path / "report.html"
     file.write_text(render_html(replace(comparison, strategies=(twice,), unfused=None, rows=())), encoding="utf-8")
     page = Page(browser, file)
-    assert page.text("#hotspot-list .more") == "Show 5 more"
-    page = Page(browser, file, fragment="#hotspot-6")
-    assert page.run("document.querySelector('.target').dataset.place") == "6"
-    page.click("#hotspot-list > li:nth-child(2) .words summary")
-    page.click("#hotspot-list > li:nth-child(2) .words a")
+    assert page.text("#advice-list .more") == "Show 2 more"
+    page = Page(browser, file, fragment="#hotspot-9")
+    assert page.run("document.querySelector('.target').dataset.places") == "9"
+    page.run("location.hash = '#missed-1'")
+    page.wait("document.querySelector('.values .target')")
     assert page.run("document.querySelector('.target').dataset.ranks").split()[0] == "1"
+    assert page.run("document.querySelector('.target').offsetHeight") > 0
 
 
-def test_the_compilers_words_of_a_missed_fusion_are_folded(page: Page):
-    card = "#missed-list [data-ranks^='3']"
-    assert "One end is a call of cuBLAS" in page.text(card), "plain words for the compiler's reason"
-    assert "Triton GEMM fusions take" not in page.text(card)
+def test_sections_are_where_their_links_lead(browser: Browser, full_file: Path):
+    page = Page(browser, full_file, fragment="#graph")
+    assert 0 <= page.place("#graph h2")[1] < 300
+    page.click("header nav a[href='#times']")
+    page.wait("Math.abs(document.querySelector('#times').getBoundingClientRect().top) < 200")
+
+
+def test_the_time_is_grouped_and_adds_up(page: Page):
+    analysis = full_comparison()["xla"].analysis
+    assert analysis is not None
+    whole = sum(launch.run_us for launch in analysis.launches)
+    for by in ("scope", "pass", "kind", "source", "layer"):
+        page.choose("#times-by", by)
+        times = _numbers(page, "#times-list summary .n:not(.share):not(.soft)")
+        assert times == sorted(times, reverse=True)
+        assert sum(times) == pytest.approx(whole, rel=0.02)
+    page.choose("#times-by", "pass")
+    assert page.text("#times-list .who") == "forward"
+    page.click("#times-list summary")
+    assert page.count("#times-list .inner li") == len(analysis.launches)
+    page.click("#times-list .inner button")
+    assert page.run("document.getElementById('card').open") is True
+
+
+def test_the_compilers_words_of_a_value_are_folded(browser: Browser, full_file: Path):
+    page = Page(browser, full_file, fragment="#missed-3")
+    card = ".values [data-ranks^='3']"
+    said = page.text(card)
+    assert "is a cuBLAS call: it takes in only what the library offers" in said, "plain words for the compiler's reason"
+    assert "Triton GEMM fusions take" not in said
     page.click(f"{card} .words summary")
     assert "Triton GEMM fusions take" in page.text(card)
 
 
 def test_the_ptx_of_a_launch_is_folded_and_unpacked_when_opened(page: Page):
-    page.click("[data-launch='5'][data-strategy=xla]")
+    page.click("#scopes [data-launch='5'][data-strategy=xla]")
     assert page.count("#card .hlo pre") == 0
     page.click("#card .hlo:last-child summary")
     page.wait("document.querySelector('#card .hlo:last-child code')?.textContent")
@@ -85,47 +138,25 @@ def test_ptx_that_the_page_leaves_out_is_told_where_to_find(
     monkeypatch.setattr("hlo_analysis.report.payload.PTX_LIMIT", 0)
     (tmp_path / "report.html").write_text(render_html(full_comparison()), encoding="utf-8")
     page = Page(browser, tmp_path / "report.html")
-    page.click("[data-launch='5'][data-strategy=xla]")
+    page.click("#scopes [data-launch='5'][data-strategy=xla]")
     page.click("#card .hlo:last-child summary")
     page.wait("document.querySelector('#card .hlo:last-child code')?.textContent")
     assert "xlafuse explain 5 --ptx --capture report.json:xla" in page.text("#card .hlo:last-child code")
 
 
-def test_what_was_tried_in_vain_is_no_advice(page: Page):
-    in_vain = page.text("#missed-list [data-ranks^='2']")
-    assert "Tried: no gain (compiler option xla_gpu_experimental_fuse=true)" in in_vain
-    assert "cuDNN" not in in_vain
-    assert "Copy" not in in_vain
-
-
 def test_the_code_of_a_remedy_is_copied(page: Page):
     page.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
-    page.click("#hotspot-list .copy")
-    page.wait("document.querySelector('#hotspot-list .copy').textContent === 'Copied'")
+    page.click("#advice-list .copy")
+    page.wait("document.querySelector('#advice-list .copy').textContent === 'Copied'")
     assert page.run("window.copied") == CODE
 
 
 def test_an_option_is_code_to_copy(browser: Browser, page_file: Path):
     page = Page(browser, page_file)
-    shown = page.run("document.querySelector('#hotspot-list pre').textContent")
+    shown = page.run("document.querySelector('#advice-list pre').textContent")
     assert shown == "jax.jit(f, compiler_options={'xla_gpu_experimental_fuse': 'true'})"
-    assert "Verified" not in page.text("#hotspot-list")
-    assert "Tried" not in page.text("#hotspot-list")
-
-
-def test_missed_fusions_are_sorted_by_time(browser: Browser, tmp_path: Path):
-    comparison = full_comparison()
-    result = comparison["xla"]
-    assert result.analysis is not None
-    backwards = replace(result, analysis=replace(result.analysis, missed=result.analysis.missed[::-1]))
-    file = tmp_path / "report.html"
-    file.write_text(render_html(replace(comparison, strategies=(backwards,), unfused=None, rows=())), encoding="utf-8")
-    page = Page(browser, file)
-    page.run("document.querySelector('#missed-list .more button')?.click()")
-    times = _numbers(page, "#missed-list .cost strong")
-    assert len(times) == 8
-    assert times == sorted(times, reverse=True)
-    assert times[0] > times[-1]
+    assert "Verified" not in page.text("#advice-list")
+    assert "Tried" not in page.text("#advice-list")
 
 
 def test_the_launch_card_has_the_remedy_and_the_resources(page: Page):
@@ -146,7 +177,7 @@ def test_resources_and_measured_times_are_columns_where_they_are_known(browser: 
     shown = "[...document.querySelectorAll('#launch-table [data-sort]')].map((it) => it.dataset.sort)"
     assert heads <= set(page.run(shown))
     assert heads & set(Page(browser, page_file).run(shown)) == {"shared"}
-    assert "38%" in page.text("#launch-table tbody tr:first-child")
+    assert "38%" in page.text("#launch-table tbody tr[data-row='4']")
 
 
 @pytest.mark.parametrize("width", [500, 1400])
@@ -154,7 +185,7 @@ def test_no_column_is_cut(browser: Browser, full_file: Path, width: int):
     page = Page(browser, full_file, width=width)
     page.run("document.querySelectorAll('details').forEach((it) => { it.open = true; })")
     page.wait("document.querySelectorAll('#decision-groups tbody tr').length > 5")
-    page.click("#missed-list [data-launch]")
+    page.click("#advice-list [data-launch]")
     cut = page.run(
         "[...document.querySelectorAll('.scroll')].filter((it) => it.scrollWidth > it.clientWidth + 1)"
         ".map((it) => it.getAttribute('aria-label') ?? it.parentElement.textContent.slice(0, 60))"
@@ -267,7 +298,9 @@ def test_a_numbered_scope_is_named_with_the_one_around_it(browser: Browser, tmp_
     file = tmp_path / "report.html"
     file.write_text(render_html(compare_analyses("f", [alone], "xla")), encoding="utf-8")
     page = Page(browser, file)
-    names = page.run("[...document.querySelectorAll('#missed-list .what b')].map((it) => it.textContent)")
+    page.run("document.querySelectorAll('#advice-list details').forEach((it) => { it.open = true; })")
+    page.wait("document.querySelectorAll('.values .what b').length === 3")
+    names = page.run("[...document.querySelectorAll('.values .what b')].map((it) => it.textContent)")
     assert sorted(names) == ["layers/0", "mlp", "scope 7"]
 
 
@@ -315,7 +348,7 @@ def test_addresses_lead_to_launch_missed_fusion_and_decision(browser: Browser, f
     assert page.text("#card .over").startswith("pallas · launch #1")
     assert page.run("document.getElementById('focus').value") == "pallas"
     page.run("location.hash = '#missed-8'")
-    page.wait("document.querySelector('#missed-list .target')")
+    page.wait("document.querySelector('.values .target')")
     assert page.run("document.getElementById('card').open") is False
     assert page.run("document.getElementById('focus').value") == "xla"
     assert page.run("document.querySelector('.target').dataset.ranks") == "8"
@@ -337,7 +370,7 @@ def test_addresses_lead_to_launch_missed_fusion_and_decision(browser: Browser, f
     ("words", "kind", "shows"),
     [
         ("softmax_fusion", "launch", "document.querySelector('#card h2')?.textContent === 'softmax_fusion'"),
-        ("gate_up 28672", "missed", "document.querySelector('#missed-list .target')?.dataset.ranks === '3'"),
+        ("gate_up 28672", "missed", "document.querySelector('.values .target')?.dataset.ranks === '3'"),
         ("gate_up", "scope", "document.querySelector('tr.target')?.dataset.scope === 'block/gate_up_projection'"),
         ("block.py:114", "source", "document.getElementById('launch-count').textContent === '13 of 13 launches'"),
         ("more than one consumer", "decision", "document.querySelector('#decision-groups tr.target')"),
@@ -373,7 +406,6 @@ def test_the_baseline_stands_against_the_fastest_other(page: Page):
         "xla",
         "xla_cudnn",
     ]
-    assert "xla_cudnn: 3.3 GB, −72%" in page.text(".tiles")
     heads = (
         "[...document.querySelectorAll('table.scopes thead th')]"
         ".filter((it) => it.offsetWidth).map((it) => it.innerText)"
@@ -397,7 +429,8 @@ def test_a_redacted_page_works(browser: Browser, tmp_path: Path):
     file = tmp_path / "report.html"
     file.write_text(render_html(redacted(full_comparison())), encoding="utf-8")
     page = Page(browser, file)
-    page.click("#hotspot-list [data-launch]")
+    page.run("document.querySelectorAll('#advice-list details').forEach((it) => { it.open = true; })")
+    page.click("#advice-list [data-launch='5']")
     assert page.text("#card h2") == "triton.5"
     assert page.complaints() == []
 
@@ -415,6 +448,6 @@ def test_advice_is_readable_in_light_and_dark(page: Page, scheme: str):
     from tests.report.test_page_in_browser import CONTRAST
 
     page.prefer(scheme)
-    for selector in (".missed .why", ".remedy", ".tag.kernel", ".effect.none", ".code pre", ".tile .beside", ".copy"):
+    for selector in (".cards .why", ".remedy", ".effect.none", ".code pre", ".time .share", ".copy"):
         ratio = page.run(f"({CONTRAST})({selector!r})")
         assert ratio >= 4.5, f"{selector}: contrast {ratio:.2f} in {scheme}"

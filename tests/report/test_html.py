@@ -129,7 +129,6 @@ def test_a_time_of_another_program_is_grey_and_compared_with_nothing(comparison:
     shown = page[page.index("<table") : page.index("</table>")]
     assert '<span class="how stale">older program</span>' in shown
     assert "how measured" not in shown
-    assert "what kernels usually take; older program: 1.00 s" in page
     assert "Older program: measured on an NVIDIA H200 (bench, 2026-11-22), and no time of this program." in page
     assert stale.analysis is not None
     assert not any(launch.measured_us for launch in stale.analysis.launches)
@@ -137,7 +136,7 @@ def test_a_time_of_another_program_is_grey_and_compared_with_nothing(comparison:
     others = [each for each in timed.strategies if each.name != "xla"]
     mixed = render_html(replace(timed, strategies=(stale, *others), rows=()))
     assert mixed.count(">fastest<") == 1
-    assert "Fastest of the 4 strategies (estimated, since not every strategy was measured): xla_cudnn" in mixed
+    assert "(estimated, since not every strategy was measured, −22%) with xla_cudnn" in mixed
 
 
 @pytest.mark.parametrize("baseline", ["xla", "xla_cudnn"])
@@ -178,7 +177,6 @@ def test_a_page_for_a_cpu_has_no_words_of_a_gpu(comparison: Comparison):
     for word in ("HBM", "L2 cache", "Pallas", "Occupancy", "GPU"):
         assert word not in said
     assert "Memory traffic" in said
-    assert "at round figures, not those of a CPU" in said
 
 
 @given(st.text())

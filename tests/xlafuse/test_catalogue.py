@@ -85,8 +85,9 @@ def test_where_fuse_takes_a_site_the_remedy_has_its_call(adapted_capture: Captur
     (taken,) = [each for each in findings if each.outcome == "taken"]
     named = [each for each in missed(adapted_capture, catalogue_of(findings)) if each.kernel == "lora_linear"]
     assert named
-    assert all(each.remedy.endswith(f"fuse calls {taken.text}") for each in named)
-    assert "w=bfloat16[1024,4096]" in taken.text
+    assert all(each.code == f"from xlafuse.kernels import lora_linear\n\n{taken.text}" for each in named)
+    assert taken.text.startswith("lora_linear(x, w, a, b, alpha=")
+    assert "# w: bfloat16[1024,4096]" in taken.text
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,15 @@ def test_the_failure_names_launches_lines_and_reasons() -> None:
     assert "HBM traffic" not in message
 
 
+def test_a_value_between_launches_is_limited_by_its_size() -> None:
+    size = 256 * 1024 * 4
+    assert_fused(_sorted_softmax, X, max_value_bytes=size, max_peak_bytes=4 * size)
+    with pytest.raises(AssertionError, match=r"between launches, .* f32\[256,1024\] .* \(1,048,575; max_value_bytes\)"):
+        assert_fused(_sorted_softmax, X, max_value_bytes=size - 1)
+
+
 def test_without_a_limit_there_is_nothing_to_assert() -> None:
-    with pytest.raises(ValueError, match="max_launches or max_hbm_bytes"):
+    with pytest.raises(ValueError, match="or max_value_bytes, got none"):
         assert_fused(_scaled_softmax, X)
 
 

@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-from xlafuse.cli import check, explain, fuse, report
+from xlafuse.cli import check, explain, fuse, isolate, report
 from xlafuse.cli.bench import bench, tune
 from xlafuse.cli.diff import diff
 from xlafuse.cli.errors import cli_errors
 from xlafuse.cli.export import export
 from xlafuse.cli.options import with_options
+from xlafuse.cli.output import Json
 from xlafuse.cli.study import study
 
 app = typer.Typer(
@@ -43,21 +44,21 @@ app.command(no_args_is_help=True)(with_options(report.report, report.Request))
 
 
 @app.command()
-def targets() -> None:
+def targets(json: Json = False) -> None:
     """List the targets to compile for, with the peak rates that the roofline uses."""
     with cli_errors():
         from xlafuse.cli.lists import print_targets
 
-        print_targets()
+        print_targets(as_json=json)
 
 
 @app.command()
-def strategies() -> None:
+def strategies(json: Json = False) -> None:
     """List the fusion strategies."""
     with cli_errors():
         from xlafuse.cli.lists import print_strategies
 
-        print_strategies()
+        print_strategies(as_json=json)
 
 
 @app.command()
@@ -72,6 +73,7 @@ def kernels(
         ),
     ] = None,
     target: Annotated[str, typer.Option(metavar="TARGET", help="GPU of the call; see `xlafuse targets`.")] = "h200",
+    json: Json = False,
 ) -> None:
     """List the fused operations, or show what one does and which implementation its calls take.
 
@@ -81,11 +83,11 @@ def kernels(
         from xlafuse.cli.kernels import InputError, print_kernel, print_kernels
 
         if operation is not None:
-            print_kernel(operation, arg or (), target)
+            print_kernel(operation, arg or (), target, as_json=json)
         elif arg:
             raise InputError("--arg describes a call of one operation: name it, as in `xlafuse kernels attention`")
         else:
-            print_kernels()
+            print_kernels(as_json=json)
 
 
 app.command()(with_options(fuse.fuse, fuse.Request))
@@ -94,5 +96,6 @@ app.command()(tune)
 app.command()(study)
 app.command()(with_options(explain.explain, explain.Request))
 app.command()(diff)
+app.command(no_args_is_help=True)(with_options(isolate.isolate, isolate.Request))
 app.command()(with_options(check.check, check.Request))
 app.command()(export)

@@ -1,4 +1,4 @@
-"""Implements `xlafuse check`: limits on a program's launches and HBM traffic, for continuous integration."""
+"""Implements `xlafuse check`: limits on a program's launches, traffic and memory, for continuous integration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,7 @@ from xlafuse.cli.errors import InputError
 from xlafuse.cli.programs import Program, analysis_of, load_analysis
 
 if TYPE_CHECKING:
-    from hlo_analysis.budget import Lock
+    from hlo_analysis.budget import Limits, Lock
     from hlo_analysis.records import Analysis, Launch
 
 _UNITS = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
@@ -37,11 +37,25 @@ class Request(Program):
             "--max-hbm-bytes", metavar="BYTES", help="Most HBM traffic in one run, such as 250000000 or 250MB."
         ),
     ] = None
+    max_peak_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--max-peak-bytes", metavar="BYTES", help="Most memory in use at once, with arguments and results."
+        ),
+    ] = None
+    max_value_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--max-value-bytes",
+            metavar="BYTES",
+            help="Largest array between launches, such as 64MB: each that one launch writes for others to read.",
+        ),
+    ] = None
     baseline: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Allow no more launches or bytes than in this file from --write, or a report.json "
+            help="Allow no more launches, bytes or peak memory than in this file from --write, or a report.json "
             "(report.json:STRATEGY).",
         ),
     ] = None
@@ -58,25 +72,31 @@ class Request(Program):
 
 
 def check(request: Request) -> None:
-    """Check that a program makes no more launches and moves no more bytes through HBM than the limits allow.
+    """Check that a program makes no more launches, moves no more bytes and takes no more memory than limits allow.
 
     Needs no GPU. Exits with 0 if the program keeps to the limits, 1 if it exceeds one, 2 on bad input.
     """
-    limits, baseline = (request.max_launches, request.max_hbm_bytes), request.baseline
-    if limits == (None, None) and baseline is None and request.write is None:
-        raise InputError("expected --max-launches, --max-hbm-bytes or --baseline to check, or --write")
-    limit = None if request.max_hbm_bytes is None else parse_bytes(request.max_hbm_bytes)
+    from hlo_analysis.budget import Limits
+
+    sizes = {
+        name: None if text is None else parse_bytes(text, f"--{name.replace('_', '-')}")
+        for name in ("max_hbm_bytes", "max_peak_bytes", "max_value_bytes")
+        for text in [getattr(request, name)]
+    }
+    limits, baseline = Limits(max_launches=request.max_launches, **sizes), request.baseline
+    if limits.is_none and baseline is None and request.write is None:
+        raise InputError("expected --max-launches, another --max option or --baseline to check, or --write")
     before, full = _baseline(baseline) if baseline is not None else (None, None)
     analysis = analysis_of(request)
     on_github = os.environ.get("GITHUB_ACTIONS") == "true"
     is_annotated = on_github if request.annotations is None else request.annotations
-    exceeded = _checked(analysis, request.max_launches, limit, before, full, baseline or "", is_annotated=is_annotated)
+    exceeded = _checked(analysis, limits, before, full, baseline or "", is_annotated=is_annotated)
     if request.write is not None:
         _write(analysis, request.write)
     raise typer.Exit(1 if exceeded else 0)
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, option: str = "--max-hbm-bytes") -> int:
     """Parses a number of bytes with a decimal unit: '1.5GB' gives 1500000000.
 
     Raises:
@@ -84,14 +104,13 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmgt]?b?)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
-        raise InputError(f"expected --max-hbm-bytes as 250000000, 250MB or 1.5GB, got {text!r}")
+        raise InputError(f"expected {option} as 250000000, 250MB or 1.5GB, got {text!r}")
     return round(float(match[1]) * _UNITS[match[2]])
 
 
 def _checked(
     analysis: Analysis,
-    max_launches: int | None,
-    max_bytes: int | None,
+    limits: Limits,
     before: Lock | None,
     full: Analysis | None,
     baseline: str,
@@ -99,18 +118,12 @@ def _checked(
     is_annotated: bool,
 ) -> bool:
     """Prints what is exceeded and by which launches; returns whether anything is."""
-    from hlo_analysis.budget import differences_in_making, excesses, lock_of, responsible
+    from hlo_analysis.budget import Limits, differences_in_making, excesses, lock_of, responsible
     from hlo_analysis.report.budget import excess_text, responsible_lines
     from hlo_analysis.report.formats import format_bytes, plural
 
     found = [
-        (excess, None)
-        for excess in excesses(
-            analysis,
-            max_launches=max_launches,
-            max_hbm_bytes=max_bytes,
-            origins=("--max-launches", "--max-hbm-bytes"),
-        )
+        (replace(excess, origin=f"--{excess.origin.replace('_', '-')}"), None) for excess in excesses(analysis, limits)
     ]
     if before is not None:
         changed = differences_in_making(before, lock_of(analysis))
@@ -118,14 +131,9 @@ def _checked(
             raise InputError(f"{baseline} is of another program: {'; '.join(apart)}")
         for text in changed:
             print(f"note: {text}")
+        known = Limits(max_launches=before.launches, max_hbm_bytes=before.hbm_bytes, max_peak_bytes=before.peak_bytes)
         found += [
-            (excess, _changed_launches(full, analysis))
-            for excess in excesses(
-                analysis,
-                max_launches=before.launches,
-                max_hbm_bytes=before.hbm_bytes,
-                origins=(f"as in {baseline}", f"as in {baseline}"),
-            )
+            (excess, _changed_launches(full, analysis)) for excess in excesses(analysis, known, f"as in {baseline}")
         ]
     for excess, among in found:
         blamed = responsible(analysis, excess, among)

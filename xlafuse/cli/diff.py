@@ -1,13 +1,16 @@
-"""Implements `xlafuse diff A B`, which compares two compiled programs."""
+"""Implements `xlafuse diff`, which compares two compiled programs: saved ones, two strategies, two versions of jax."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from xlafuse.cli.errors import InputError, cli_errors
+from xlafuse.cli.output import Format, FormatOption
 from xlafuse.cli.programs import (
     DEFAULT_TARGET,
     Args,
@@ -53,32 +56,77 @@ def diff(
     count: Annotated[
         int, typer.Option("-n", "--count", metavar="N", min=1, help="Number of changes of each kind to list.")
     ] = 10,
+    jax: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--jax",
+            metavar="VERSION",
+            help="With --fn or --block: compile with this version of jax, which pip installs into a cache folder once. "
+            "Give two, or one to compare with the installed one.",
+        ),
+    ] = None,
+    python: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ENV", help="As --jax: a virtual environment's folder, or a Python executable."),
+    ] = None,
+    exit_code: Annotated[
+        bool,
+        typer.Option(
+            "--exit-code", help="Exit with 1 if B makes more launches, moves more bytes or takes more estimated time."
+        ),
+    ] = False,
+    format: FormatOption = Format.text,
     json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False,
     timeout: Timeout = 300.0,
 ) -> None:
     """Show which launches of a program were merged, split, gained or lost, and how traffic changed in each scope.
 
-    Matches launches by what they compute. Needs no GPU. Exits with 2 on bad input.
+    Matches launches by what they compute. Needs no GPU. Exits with 0, with --exit-code with 1 if B is worse, 2 on bad
+    input.
     """
     with cli_errors():
         from hlo_analysis.changes import difference
-        from hlo_analysis.report.changes import difference_json, difference_lines
+        from hlo_analysis.report.changes import difference_json, difference_lines, difference_markdown
 
+        options: list[str] = []
         if fn is None and block is None:
             sides = _saved(before, after, b)
         elif before is not None or after is not None:
             raise InputError("expected two saved programs, or --fn or --block with --a and --b; got both")
+        elif jax or python:
+            if b is not None:
+                raise InputError("--jax and --python compare one strategy in two environments: leave out --b")
+            program = Program(block=block, fn=fn, shape=shape, args=args, mode=mode, target=target, timeout=timeout)
+            *sides, options = _in_environments(program, a, jax or [], python or [])
         elif b is None:
             raise InputError(f"expected --b {_SIDE}: what to compare with --a {a}")
         else:
             program = Program(block=block, fn=fn, shape=shape, args=args, mode=mode, target=target, timeout=timeout)
             sides = _compiled(program, a), _compiled(program, b)
         found = difference(*sides)
+        found = replace(found, notes=(*found.notes, *options))
         if json:
             sys.stdout.write(difference_json(found))
+        elif format is Format.markdown:
+            sys.stdout.write(difference_markdown(found, count))
         else:
             for line in difference_lines(found, count):
                 print(line)
+        if exit_code and found.is_worse:
+            raise typer.Exit(1)
+
+
+def _in_environments(
+    program: Program, strategy: str, versions: Sequence[str], pythons: Sequence[str]
+) -> tuple[Analysis, Analysis, list[str]]:
+    """Compiles the program in two environments; returns both analyses, and the options of XLA that differ."""
+    from xlafuse.environments import chosen, compiled_in_both
+
+    words = ["--mode", program.mode.value, "--target", program.target, "--timeout", str(program.timeout)]
+    for name, value in (("--fn", program.fn), ("--args", program.args), ("--block", program.block)):
+        words += [] if value is None else [name, value]
+    words += [word for shape in program.shape or () for word in ("--shape", shape)]
+    return compiled_in_both(chosen(versions, pythons), words, strategy)
 
 
 def _saved(before: str | None, after: str | None, b: str | None) -> tuple[Analysis, Analysis]:
@@ -90,8 +138,6 @@ def _saved(before: str | None, after: str | None, b: str | None) -> tuple[Analys
 
 
 def _compiled(program: Program, side: str) -> Analysis:
-    from dataclasses import replace
-
     strategy, at, target = side.partition("@")
     if not strategy or (at and not target):
         raise InputError(f"expected {_SIDE}, as xla or xla@h100, got {side!r}")

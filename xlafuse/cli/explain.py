@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from xlafuse.cli.errors import InputError
+from xlafuse.cli.output import Json, print_json
 from xlafuse.cli.programs import Program, analysis_of
 
 
@@ -31,6 +32,7 @@ class Request(Program):
         typer.Option("--ptx", help="Print the PTX of the launches that PRODUCER names, instead of the edges at them."),
     ] = False
     count: Annotated[int, typer.Option("-n", "--count", metavar="N", min=1, help="Number of edges to list.")] = 10
+    json: Json = False
 
 
 def explain(request: Request) -> None:
@@ -39,12 +41,19 @@ def explain(request: Request) -> None:
     Needs no GPU. Exits with 2 on bad input, such as a name that matches no edge or several.
     """
     from hlo_analysis.explain import edges_of, find_edge, find_edges, find_ptx
-    from hlo_analysis.report.edges import edge_list, edge_story
+    from hlo_analysis.report.edges import edge_list, edge_record, edge_story
 
     producer, consumer = request.producer, request.consumer
     if request.ptx and (producer is None or consumer is not None):
         raise InputError("--ptx prints the source of one launch: name it, and no second one")
     analysis = analysis_of(request)
+    if request.json and not request.ptx:
+        if producer is not None and consumer is not None:
+            edges = (find_edge(analysis, producer, consumer),)
+        else:
+            edges = edges_of(analysis) if producer is None else find_edges(analysis, producer)
+        print_json([edge_record(analysis, edge) for edge in edges[: request.count]])
+        return
     if request.ptx and producer is not None:
         lines = [find_ptx(analysis, producer)]
     elif producer is not None and consumer is not None:

@@ -16,6 +16,7 @@ from rich.table import Table
 from hlo_analysis.loading import argument_shape
 from hlo_analysis.report.console import fitted
 from xlafuse.cli.errors import InputError
+from xlafuse.cli.output import print_json
 from xlafuse.findings import traced_for
 
 if TYPE_CHECKING:
@@ -24,10 +25,18 @@ if TYPE_CHECKING:
 _ARRAY = re.compile(r"[a-z]\w*\[.*\]")
 
 
-def print_kernels() -> None:
+def print_kernels(*, as_json: bool = False) -> None:
     """Prints every operation with its implementations."""
     from pallas_kernels import REGISTRY
 
+    if as_json:
+        print_json(
+            [
+                {"name": name, "description": _summary(op), "implementations": _implementations(op)}
+                for name, op in REGISTRY.items()
+            ]
+        )
+        return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("operation", no_wrap=True)
     table.add_column("what it does", min_width=30)
@@ -39,7 +48,7 @@ def print_kernels() -> None:
     console.print("xlafuse kernels NAME: its arguments, and what a call of it takes.", highlight=False)
 
 
-def print_kernel(name: str, arguments: Sequence[str], target: str) -> None:
+def print_kernel(name: str, arguments: Sequence[str], target: str, *, as_json: bool = False) -> None:
     """Prints an operation's documentation and what its benchmark calls take, or what the described call takes.
 
     arguments: NAME=VALUE each, see `parsed`.
@@ -62,16 +71,24 @@ def print_kernel(name: str, arguments: Sequence[str], target: str) -> None:
             made = traced_for(device, lambda: choice(op.function, **plain(given)))
         except (TypeError, ValueError) as error:
             raise InputError(str(error)) from error
-        _print_choice(made, target)
+        if as_json:
+            print_json({"call": list(arguments), **_record(made, target)})
+        else:
+            _print_choice(made, target)
+        return
+    function = _public(op)
+    specs = list(op.tagged("bench"))
+    choices = traced_for(device, lambda: [choice(op.function, **plain(spec.structs())) for spec in specs])
+    if as_json:
+        calls = [{"call": spec.name, **_record(made, target)} for spec, made in zip(specs, choices, strict=True)]
+        signature = f"{name}{inspect.signature(function)}"
+        print_json({"name": name, "signature": signature, "description": inspect.getdoc(function), "calls": calls})
         return
     console = Console(highlight=False, soft_wrap=True)
-    function = _public(op)
     console.print(escape(f"{name}{inspect.signature(function)}\n\n{inspect.getdoc(function)}\n"))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"what calls take on {target}", title_justify="left")
     for heading in ("call", "takes", "runs, too"):
         table.add_column(heading, no_wrap=heading == "call")
-    specs = list(op.tagged("bench"))
-    choices = traced_for(device, lambda: [choice(op.function, **plain(spec.structs())) for spec in specs])
     for spec, made in zip(specs, choices, strict=True):
         taken, *others = made.runnable
         table.add_row(spec.name, taken, ", ".join(others) or "–")
@@ -133,6 +150,12 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def _record(choice: Choice, target: str) -> dict[str, Any]:
+    """Returns a choice as plain values; `refused` has the reason for each implementation that does not run."""
+    refused = {name: reason for name, reason in choice.reasons.items() if reason}
+    return {"target": target, "takes": choice.taken, "runs": list(choice.runnable), "refused": refused}
 
 
 def _print_choice(choice: Choice, target: str) -> None:

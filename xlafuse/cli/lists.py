@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from xlafuse.cli.output import print_json
 
-def print_targets() -> None:
+
+def print_targets(*, as_json: bool = False) -> None:
     """Prints the targets with their peak rates and the sources of those."""
     from hlo_analysis.targets import load_target, target_names
 
+    if as_json:
+        devices = {name: asdict(load_target(name).device) for name in target_names()}
+        print_json([{**device, "name": name} for name, device in devices.items()])
+        return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("target", no_wrap=True)
     for heading in ("TB/s", "bf16\nTFLOP/s", "SMs"):
@@ -34,10 +42,24 @@ def print_targets() -> None:
     _print(table)
 
 
-def print_strategies() -> None:
+def print_strategies(*, as_json: bool = False) -> None:
     """Prints the strategies with their requirements and XLA options."""
     from xlafuse.strategies import STRATEGIES
 
+    if as_json:
+        print_json(
+            [
+                {
+                    "name": name,
+                    "description": each.description,
+                    "requires": each.requires,
+                    "fuses": each.fuses,
+                    "compiler_options": dict(each.compiler_options),
+                }
+                for name, each in STRATEGIES.items()
+            ]
+        )
+        return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     table.add_column("what it does", min_width=30)

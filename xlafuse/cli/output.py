@@ -1,13 +1,35 @@
-"""Checks a report's folder before any costly work."""
+"""The format that a command prints, and its folder, which is checked before any costly work."""
 
 from __future__ import annotations
 
+import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from xlafuse.cli.errors import InputError
+
+
+class Format(StrEnum):
+    """What a command prints."""
+
+    text = "text"
+    markdown = "markdown"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="markdown: for an issue or a pull request.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
+
+
+def print_json(value: Any) -> None:
+    """Prints a value of plain types as JSON."""
+    sys.stdout.write(json.dumps(value, indent=1, ensure_ascii=False, default=str) + "\n")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -14,6 +15,7 @@ import typer
 from xlafuse.cli.errors import InputError
 
 if TYPE_CHECKING:
+    from hlo_analysis.capture import Capture
     from hlo_analysis.records import Analysis, Comparison
 
 FUSED = "fused"
@@ -99,8 +101,8 @@ class Program:
     timeout: Timeout = 300.0
 
 
-def analysis_of(program: Program) -> Analysis:
-    """Loads or compiles the program.
+def analysis_of(program: Program, *, keep: str | None = None) -> Analysis:
+    """Loads or compiles the program; `keep` is a folder for its capture.
 
     Raises:
         InputError: not exactly one program, or bad names, shapes or files.
@@ -110,10 +112,28 @@ def analysis_of(program: Program) -> Analysis:
     if sum(given) != 1:
         raise InputError(f"expected one of --fn, --block and --capture, got {sum(given)} of them")
     if program.capture is None:
-        return _compiled(program)
+        return _compiled(program, keep)
     own = {"--shape": program.shape, "--args": program.args, "--mode": program.mode is not Mode.forward}
     refuse_beside_capture(own | {"--target": program.target != DEFAULT_TARGET, "--strategy": program.strategy != "xla"})
     return load_analysis(program.capture)
+
+
+def capture_of(program: Program) -> Capture:
+    """Loads or compiles the program as `analysis_of` does, and returns what XLA wrote of it.
+
+    Raises:
+        InputError: as `analysis_of`; a report.json, which has no module.
+    """
+    from hlo_analysis.capture import Capture
+    from hlo_analysis.saved import is_json
+
+    if program.capture is None:
+        with tempfile.TemporaryDirectory() as folder:
+            label = analysis_of(program, keep=folder).label
+            return Capture.load(Path(folder, f"{'xla' if label == FUSED else label}.zip"))
+    if is_json(program.capture.partition(":")[0]):
+        raise InputError("a report.json has no module: name the capture that `xlafuse report --keep-capture` saved")
+    return Capture.load(program.capture)
 
 
 def refuse_beside_capture(options: Mapping[str, Any]) -> None:
@@ -198,7 +218,7 @@ def _split(text: str) -> tuple[Path, str]:
     return (Path(path), strategy) if colon and not Path(text).exists() else (Path(text), "")
 
 
-def _compiled(program: Program) -> Analysis:
+def _compiled(program: Program, keep: str | None) -> Analysis:
     use_cpu_without_gpu()
     from xlafuse.cli import inputs
     from xlafuse.comparison import compare
@@ -224,6 +244,7 @@ def _compiled(program: Program) -> Analysis:
         mode=program.mode.value,
         numerics=False,
         timeout=program.timeout,
+        keep_captures=keep,
     )
     analysis = comparison[strategy].analysis
     assert analysis is not None  # compare raises if its only strategy has none

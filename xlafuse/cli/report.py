@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xlafuse.cli.errors import InputError, StrategyFailedError
-from xlafuse.cli.output import output_folder
+from xlafuse.cli.output import Format, FormatOption, output_folder
 from xlafuse.cli.programs import (
     DEFAULT_TARGET,
     Args,
@@ -98,6 +98,7 @@ class Request:
         ),
     ] = None
     json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False
+    format: FormatOption = Format.text
     open_page: Annotated[bool, typer.Option("--open", help="Open report.html in the browser.")] = False
     measure: Annotated[
         bool,
@@ -155,7 +156,7 @@ def report(request: Request) -> None:
     # The function may print while it is imported and traced; stdout is for the JSON alone.
     with redirect_stdout(sys.stderr) if request.json else nullcontext():
         comparison, written, failed = _made(request)
-    _show(comparison, written, as_json=request.json)
+    _show(comparison, written, as_json=request.json, as_markdown=request.format is Format.markdown)
     if request.open_page and written:
         webbrowser.open(written[0].resolve().as_uri())
     if missing := _missing(request, comparison, failed):
@@ -348,16 +349,18 @@ def _write_trace(comparison: Comparison, path: Path | None) -> list[Path]:
     return write_files(path.parent, {path.name: text})
 
 
-def _show(comparison: Comparison, written: list[Path], *, as_json: bool) -> None:
+def _show(comparison: Comparison, written: list[Path], *, as_json: bool, as_markdown: bool) -> None:
     from rich.console import Console
 
-    from hlo_analysis.report import render_terminal
+    from hlo_analysis.report import render_markdown, render_terminal
     from hlo_analysis.schema import to_json
 
     if as_json:
         sys.stdout.write(to_json(comparison) + "\n")
+    elif as_markdown:
+        sys.stdout.write(render_markdown(comparison))
     else:
         render_terminal(comparison, Console())
-    console = Console(stderr=True) if as_json else Console()
+    console = Console(stderr=True) if as_json or as_markdown else Console()
     for path in written:
         console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)

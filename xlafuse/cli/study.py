@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from xlafuse.cli.errors import InputError, cli_errors
+from xlafuse.cli.output import Json, print_json
 
 
 def study(
@@ -30,6 +33,7 @@ def study(
         ),
     ] = None,
     show: Annotated[bool, typer.Option("--list", help="List the studies and their claims.")] = False,
+    json: Json = False,
 ) -> None:
     """Run published claims about fusion as programs.
 
@@ -41,22 +45,29 @@ def study(
         from xlafuse.studies import STUDIES, get_study, run_study
         from xlafuse.studies.text import lines, list_lines
 
+        if show and json:
+            studies = map(get_study, STUDIES)
+            print_json([{"name": s.name, "title": s.title, "claims": [asdict(c) for c in s.claims]} for s in studies])
+            raise typer.Exit
         if show:
             for line in list_lines(map(get_study, STUDIES)):
                 print(line)
             raise typer.Exit
         if name is None:
             raise InputError("expected the name of a study, or all: `xlafuse study --list` shows them")
-        is_complete = True
+        is_complete, results = True, []
         for each in STUDIES if name == "all" else (name,):
             chosen = get_study(each)
             result = run_study(chosen, target)
             is_complete &= not any("Error" in note for part in result.parts for note in part.left_out)
-            for line in lines(chosen, result):
+            results.append(asdict(result))
+            for line in () if json else lines(chosen, result):
                 print(line)
             if output is not None:
                 path = output / f"{each}.json" if name == "all" else output
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(to_json(result), encoding="utf-8")
-                print(f"wrote {path}")
+                print(f"wrote {path}", file=sys.stderr if json else sys.stdout)
+        if json:
+            print_json(results)
     raise typer.Exit(0 if is_complete else 1)

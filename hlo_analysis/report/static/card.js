@@ -45,7 +45,7 @@ function edgesOf(strategy, index) {
 function missedAt(strategy, index) {
   const touching = strategies.get(strategy).missed.filter((item) => item.from === index || item.to.includes(index)).sort((a, b) => b.time - a.time);
   if (!touching.length) return null;
-  return el("div", { className: "missed" }, el("h3", { textContent: "Missed fusions" }), ...touching.slice(0, 6).map((item) =>
+  return el("div", { className: "cards" }, el("h3", { textContent: "Missed fusions" }), ...touching.slice(0, 6).map((item) =>
     el("div", { className: "touching" },
       el("p", { className: "what" }, el("b", { textContent: formatUs(item.time) }), " ", el("span", { className: "how estimated", textContent: "estimated" }), ` ${formatBytes(item.bytes)} `,
         el("span", { className: "m shape", textContent: item.shape }), " ", anchorTo("missed", item.rank, strategy)),

@@ -32,13 +32,18 @@ for (const raw of data.strategies) {
   strategies.set(raw.name, {
     ...raw,
     get launches() {
-      return (launches ??= decode(raw.launches));
+      return (launches ??= decode(raw.launches).map((launch) => ({ ...launch, run: (launch.measured ?? launch.estimate) * launch.repeat })));
+    },
+    /** The time of all launches of one run, measured where known. */
+    get whole() {
+      return this.launches.reduce((sum, launch) => sum + launch.run, 0) || 1;
     },
     get decisions() {
       return (decisions ??= decode(raw.decisions).map((edge, number) => ({ ...edge, number })));
     },
     missed: decode(raw.missed),
     hotspots: decode(raw.hotspots),
+    lines: new Map(raw.lines),
   });
 }
 
@@ -89,6 +94,7 @@ function formatChange(value, base) {
   return Number(text) === 0 ? "≈" : `${percent < 0 ? "−" : "+"}${text}%`;
 }
 
+const shareText = (part) => `${(100 * part).toFixed(part >= 0.0995 ? 0 : 1)} %`;
 const plural = (count, word) => `${formatCount(count)} ${word}${count === 1 ? "" : /(ch|s|sh)$/.test(word) ? "es" : "s"}`;
 /** Returns the last part of a scope, or more as long as it has no letter: 'layers/3', 'scope 3'. */
 function lastScope(scope, least = 1) {

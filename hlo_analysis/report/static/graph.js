@@ -2,6 +2,7 @@
 
 const NODE = { width: 176, least: 30, most: 84, gapX: 18, gapY: 34 };
 const BOX = { width: 216, height: 46, head: 30, pad: 14, gapX: 26, gapY: 44 };
+const DRAWN_FROM = 0.03; // lines with a smaller share of the largest line's bytes are drawn on demand
 const LABEL_FROM = 0.1; // lines with at least this share of the largest line's bytes show their bytes
 const opened = new Map();
 
@@ -112,7 +113,9 @@ function lines(name, graph, launches, { boxes, bends }) {
   }
   const most = Math.max(...graph.edges.map(([, , bytes]) => bytes), 1);
   const labels = [];
-  const paths = [...drawn.values()].sort((a, b) => b.bytes - a.bytes).map(({ from, to, bytes }) => {
+  const largest = Math.max(...[...drawn.values()].map((line) => line.bytes), 1);
+  const all = document.getElementById("all-values").checked;
+  const paths = [...drawn.values()].filter((line) => all || line.bytes >= largest * DRAWN_FROM).sort((a, b) => b.bytes - a.bytes).map(({ from, to, bytes }) => {
     const via = from.cluster === to.cluster ? [] : (routes.get(`${from.cluster}>${to.cluster}`) ?? []);
     const points = to.y < from.y + from.height ? null : [{ x: from.x + from.width / 2, y: from.y + from.height },
       ...via.flatMap(([depth, slot]) => { const bend = bends[depth][slot]; return [{ x: bend.x, y: bend.top }, { x: bend.x, y: bend.bottom }]; }),
@@ -133,20 +136,24 @@ function clip(text, room) {
   return text.length > most ? `${text.slice(0, most - 1)}…` : text;
 }
 
+/** Cuts a scope at its start: its end tells it from others. */
+function clipStart(text, room) {
+  const most = Math.floor(room / 6.6);
+  return text.length > most ? `…${text.slice(text.length - most + 1)}` : text;
+}
+
 function clusterBox(name, graph, launches, number, box) {
   const cluster = graph.clusters[number];
   const inner = cluster.launches.map((index) => launches[index]);
   const time = inner.reduce((sum, launch) => sum + launch.roofline * launch.repeat, 0);
   const bytes = inner.reduce((sum, launch) => sum + (launch.read + launch.written) * launch.repeat, 0);
-  // Scopes whose last parts are equal (a kernel at two sites) show one part more.
-  const isAmbiguous = graph.clusters.some((other) => other.scope !== cluster.scope && lastScope(other.scope) === lastScope(cluster.scope));
-  const label = scopeLabel(cluster.scope, "forward", isAmbiguous ? 2 : 1) + (cluster.phase === "backward" ? " ↩" : "");
+  const label = (cluster.scope || "no scope") + (cluster.phase === "backward" ? " ↩" : "");
   const isOpen = Boolean(box.spots);
   const words = `${cluster.scope || "no scope"} (${cluster.phase}): ${plural(inner.length, "launch")}, ${formatBytes(bytes)} of traffic, ${formatUs(time)} by roofline (estimated)`;
   const head = svg("g", { class: "head", tabindex: 0, role: "button", "aria-expanded": isOpen, "aria-label": words, "data-cluster": number },
     svg("rect", { class: "hit", width: box.width, height: isOpen ? BOX.head : box.height, rx: 8 }),
     svg("text", { class: "fold", x: 12, y: 20 }, isOpen ? "▾" : "▸"),
-    svg("text", { class: "name", x: 28, y: 20 }, clip(label, box.width - 40)));
+    svg("text", { class: "name", x: 28, y: 20 }, clipStart(label, box.width - 40)));
   if (!isOpen) {
     head.append(svg("text", { class: "small", x: 28, y: 37 }, `${plural(inner.length, "launch")} · ${formatUs(time)} · ${formatBytes(bytes)}`));
     let left = 0;

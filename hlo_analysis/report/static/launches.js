@@ -12,6 +12,7 @@ const LAUNCH_COLUMNS = [
   [["Reads, MB", "read", (l) => megabytes(l.read), "counted"], ["Writes, MB", "written", (l) => megabytes(l.written), "counted"]],
   [["Work, GFLOP", "flops", (l) => (l.flops ? (l.flops / 1e9).toFixed(l.flops >= 1e11 ? 0 : 2) : "–"), "counted"]],
   [["Roofline, µs", "roofline", (l) => l.roofline.toFixed(1), "estimated"], ["Bound by", "limiter", (l) => l.limiter]],
+  [["Share", "run", (l, name) => shareText(l.run / strategies.get(name).whole)]],
   [["Estimate, µs", "estimate", (l) => l.estimate.toFixed(1), "estimated"]],
   [["Time, µs", "measured", timeText, "measured"]],
   [["Registers", "registers", (l) => known(l.registers, String)], ["Spills, B", "spill", (l) => known(l.spill, formatCount)]],
@@ -31,7 +32,7 @@ function timeText({ measured, estimate }) {
 }
 const percentText = (share) => `${Math.round(share * 100)}%`;
 const megabytes = (count) => (!count ? "0" : count < 500 ? "<0.001" : (count / 1e6).toFixed(count >= 1e8 ? 0 : count >= 1e5 ? 1 : 3));
-let order = { key: "index", down: false };
+let order = { key: "run", down: true };
 
 function launchColumns(launches) {
   const isKnown = ([, key]) => !OPTIONAL.has(key) || launches.some((l) => l[key] !== null && l[key] !== "" && !(key === "repeat" && l.repeat === 1));

@@ -17,7 +17,7 @@ function follow(hash) {
   try {
     parts = /^#(launch|hotspot|missed|decision|scope|source)-(.+?)(?:@(.+))?$/.exec(hash)?.slice(1).map((part) => part && decodeURIComponent(part));
   } catch { return false; } // not our address: a lone '%'
-  if (!parts) return false;
+  if (!parts) return section(hash);
   const [kind, id, strategy = homeName] = parts;
   if (!strategies.has(strategy)) return false;
   if (focus.value !== strategy && kind !== "scope") {
@@ -26,6 +26,15 @@ function follow(hash) {
   }
   if (kind !== "launch" && card.open) card.close();
   return SHOWS[kind](strategy, id);
+}
+
+/** Scrolls to a section, at once: a smooth way there would end where the page was before its tables were drawn. */
+function section(hash) {
+  const node = document.getElementById(hash.slice(1));
+  if (!node?.matches("section")) return false;
+  if (card.open) card.close();
+  node.scrollIntoView({ behavior: "instant" });
+  return true;
 }
 
 const SHOWS = {

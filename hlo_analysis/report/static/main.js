@@ -9,8 +9,8 @@ function showFocus() {
   searchIndex = null;
   showOther();
   showDifferences(name);
-  showHotspots(name);
-  showMissed(name);
+  showAdvice(name);
+  showTimes(name);
   showRoofline(name);
   showGraph(name);
   showDecisions(name);
@@ -31,6 +31,7 @@ if (strategies.size) {
     filter.addEventListener("input", () => show(focus.value));
     filter.addEventListener("submit", (event) => event.preventDefault());
   }
+  document.getElementById("all-values").addEventListener("change", () => showGraph(focus.value));
   document.getElementById("unfold-all").addEventListener("click", () => foldAll(focus.value, true));
   document.getElementById("fold-all").addEventListener("click", () => foldAll(focus.value, false));
   let width = innerWidth;

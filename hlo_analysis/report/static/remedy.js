@@ -3,7 +3,7 @@
 /** Returns the reason in plain words, with the compiler's own words folded. A text in brackets is this tool's own. */
 function reasonOf(item) {
   const own = /^\[(.*)\]$/s.exec(item.reason)?.[1];
-  const plain = data.categories[item.category];
+  const plain = item.category === "other rule" ? null : item.plain;
   return [
     el("p", { className: "why" }, plain ?? own ?? item.reason),
     plain && item.reason && own !== plain

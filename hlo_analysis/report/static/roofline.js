@@ -1,6 +1,8 @@
 // Draws the roofline chart: FLOP/s over FLOP per byte, both logarithmic; a point for each launch, a line for each roof.
 
 const CHART = { height: 420, left: 64, right: 22, top: 16, bottom: 44, least: 3.5, most: 26 };
+const DRAWN_SHARE = 0.001;
+const LABELLED = 5;
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 1 });
 const decades = (least, most) => Array.from({ length: Math.max(0, most - least + 1) }, (_, step) => least + step);
 
@@ -18,15 +20,18 @@ function roofsOf({ device }, launches) {
 function showRoofline(name) {
   const strategy = strategies.get(name);
   const view = document.getElementById("roofline-view");
-  const drawn = strategy.launches.filter((launch) => launch.flops && launch.read + launch.written && timeOf(launch));
+  const computing = strategy.launches.filter((launch) => launch.flops && launch.read + launch.written && timeOf(launch));
+  const drawn = computing.filter((launch) => launch.run >= strategy.whole * DRAWN_SHARE);
   const sum = (of) => of.reduce((all, launch) => all + timeOf(launch) * launch.repeat, 0);
-  const [rest, whole] = [strategy.launches.length - drawn.length, sum(strategy.launches)];
+  const [rest, whole] = [strategy.launches.length - computing.length, sum(strategy.launches)];
+  const small = computing.length - drawn.length;
   const above = drawn.filter((launch) => isAbove(launch, strategy.device));
   const isMeasured = drawn.some((launch) => launch.measured !== null);
   document.getElementById("roofline-note").textContent = [
     isMeasured ? "Filled points are measured, hollow ones estimated." : drawn.length ? "All times are estimated." : "",
     above.length ? `${above.length === 1 ? "The point" : `The ${above.length} points`} with a double edge ${above.length === 1 ? "is" : "are"} above the slope: ${above.length === 1 ? "the launch found" : "these launches found"} part of what ${above.length === 1 ? "it reads" : "they read"} in the L2 cache, which the roofline does not count.` : "",
-    rest ? `${plural(rest, "launch")} without counted arithmetic (${formatUs(whole - sum(drawn))}, such as copies) ${rest === 1 ? "is" : "are"} not drawn.` : "",
+    rest ? `${plural(rest, "launch")} without counted arithmetic (${formatUs(whole - sum(computing))}, such as copies) ${rest === 1 ? "is" : "are"} not drawn.` : "",
+    small ? `Nor ${small === 1 ? "is" : "are"} ${plural(small, "launch")} of less than 0.1 % of the time.` : "",
   ].filter(Boolean).join(" ");
   if (!drawn.length) { view.replaceChildren(el("p", { className: "empty", textContent: "No launch does counted arithmetic." })); return; }
 
@@ -65,7 +70,20 @@ function showRoofline(name) {
   ];
   view.replaceChildren(svg("svg", { width, height: CHART.height, role: "group", "aria-label": `Roofline chart of ${name}` },
     svg("g", {}, ...grid), svg("g", {}, ...roofLines.filter((node) => node.tagName === "line")),
-    svg("g", {}, ...points.flatMap((point) => launchPoint(name, point, px, py, above.includes(point.launch)))), svg("g", {}, ...roofLines.filter((node) => node.tagName === "text"))));
+    svg("g", {}, ...points.flatMap((point) => launchPoint(name, point, px, py, above.includes(point.launch)))), svg("g", {}, ...pointLabels(points.slice(0, LABELLED), px, py, right)), svg("g", {}, ...roofLines.filter((node) => node.tagName === "text"))));
+}
+
+/** Returns the names of the largest points, without those that would lie on one before. */
+function pointLabels(points, px, py, right) {
+  const taken = [];
+  return points.flatMap(({ launch, x, y, part }) => {
+    const radius = Math.max(CHART.least, CHART.most * Math.sqrt(part));
+    const isLeft = px(x) > right - 220;
+    const [lx, ly] = [px(x) + (isLeft ? -1 : 1) * (radius + 4), py(y) + 4];
+    if (taken.some(([ox, oy]) => Math.abs(ox - lx) < 160 && Math.abs(oy - ly) < 13)) return [];
+    taken.push([lx, ly]);
+    return [svg("text", { class: "point-name", x: lx.toFixed(1), y: ly.toFixed(1), "text-anchor": isLeft ? "end" : "start" }, `${lastScope(launch.scope) || launch.name} ${shareText(part)}`)];
+  });
 }
 
 /** Returns the transform that puts a label in the middle of the slope, turned along it. */

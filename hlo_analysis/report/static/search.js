@@ -1,4 +1,4 @@
-// Searches missed fusions, launches, scopes, source lines and decisions of all strategies. Each result is a link.
+// Searches remedies, values, launches, scopes, source lines and decisions of all strategies. Each result is a link.
 
 const FINDS_OF_A_KIND = 6;
 const searchField = document.getElementById("search");
@@ -10,15 +10,16 @@ function makeSearchIndex() {
   const made = [];
   const add = (kind, name, id, label, detail, ...more) => made.push({
     kind, label, detail: name === homeName || !name ? detail : `${name} · ${detail}`, hash: hashOf(kind, id, name ?? homeName),
-    text: [label, detail, name, ...more].join(" ").toLowerCase(),
+    text: [label, detail, name, ...more].join(" ").toLowerCase(), more: more.filter(Boolean).join(" · "),
   });
   document.querySelectorAll("table.scopes tbody tr[data-scope]").forEach((row, place) =>
     row.dataset.scope && add("scope", null, place, row.dataset.scope, row.dataset.phase));
   for (const name of [...strategies.keys()].sort((a, b) => (b === focus.value) - (a === focus.value))) {
-    const { launches, decisions, missed } = strategies.get(name);
+    const { launches, decisions, missed, lines } = strategies.get(name);
+    for (const item of adviceOf(name)) add("hotspot", name, item.places[0], `${titleOf(item)} ${item.first.source ?? ""}`, formatUs(item.saved), item.first.cause, item.first.remedy, item.first.scope, lines.get(item.first.source));
     for (const item of missed) add("missed", name, item.rank, `${lastScope(item.scope) || item.value} ${item.shape}`, formatUs(item.time), item.value, item.remedy, item.reason, item.source);
     for (const each of launches) add("launch", name, each.index, `#${each.index} ${each.name}`, each.kind, each.kernel, each.scope, each.source, each.opName);
-    for (const [source, count] of countBy(launches, (each) => each.source)) if (source) add("source", name, source, source, plural(count, "launch"));
+    for (const [source, count] of countBy(launches, (each) => each.source)) if (source) add("source", name, source, source, plural(count, "launch"), lines.get(source));
     decisions.forEach((edge, place) => add("decision", name, place, `${edge.producer} → ${edge.consumer}`, edge.verdict, searchable(edge)));
   }
   return made;
@@ -30,7 +31,7 @@ function countBy(rows, key) {
   return counts;
 }
 
-const KIND_NAMES = { missed: "Missed fusions", launch: "Launches", scope: "Scopes", source: "Source lines", decision: "Decisions" };
+const KIND_NAMES = { hotspot: "Remedies", missed: "Values between launches", launch: "Launches", scope: "Scopes", source: "Source lines", decision: "Decisions" };
 
 function search() {
   const words = searchField.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -41,9 +42,19 @@ function search() {
   const groups = Object.keys(KIND_NAMES).map((kind) => [kind, hits.filter((each) => each.kind === kind)]).filter(([, found]) => found.length);
   foundBox.replaceChildren(...groups.flatMap(([kind, found]) => [
     el("p", { className: "kind" }, el("b", { textContent: KIND_NAMES[kind] }), el("span", { textContent: formatCount(found.length) })),
-    ...found.slice(0, FINDS_OF_A_KIND).map((each) => el("a", { href: each.hash }, el("span", { textContent: each.label }), el("small", { textContent: each.detail }))),
+    ...found.slice(0, FINDS_OF_A_KIND).map((each) => el("a", { href: each.hash }, el("span", {}, each.label, matchOf(each, words)), el("small", { textContent: each.detail }))),
   ]), ...(groups.length ? [] : [el("p", { className: "empty", textContent: "Nothing found." })]));
   foundBox.scrollTop = 0;
+}
+
+/** Returns the text around the first word that was found in what a result does not show itself. */
+function matchOf({ label, detail, more }, words) {
+  const shown = `${label} ${detail}`.toLowerCase();
+  const word = words.find((each) => !shown.includes(each) && more.toLowerCase().includes(each));
+  if (!word) return null;
+  const at = more.toLowerCase().indexOf(word);
+  const [start, end] = [Math.max(0, at - 24), at + word.length + 36];
+  return el("small", { className: "match" }, start ? "…" : "", more.slice(start, at), el("mark", { textContent: more.slice(at, at + word.length) }), more.slice(at + word.length, end), end < more.length ? "…" : "");
 }
 
 function closeSearch() {

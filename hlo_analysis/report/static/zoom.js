@@ -9,6 +9,7 @@ let dragged = null;
 /** `start` is the horizontal middle of the topmost box. */
 function setStage(group, width, height, start) {
   stage = { group, width, height, start };
+  graphView.style.height = `${Math.max(160, Math.min(0.76 * innerHeight, height + 24))}px`;
   placeStage();
 }
 

@@ -1,9 +1,8 @@
-// Shows missed fusions of the strategy in view by time at stake.
+// Shows values that one launch writes for another to read, those of similar layers as one.
 
-const FIRST_SHOWN = 8;
 const total = (group, what) => group.reduce((sum, item) => sum + item[what], 0);
 
-/** Groups missed fusions of similar layers, whose costs add up. The data has them sorted by time at stake. */
+/** Groups missed fusions of similar layers, whose costs add up, the most time at stake first. */
 function missedGroups(name) {
   const groups = new Map();
   for (const item of strategies.get(name).missed) groups.set(item.group, [...(groups.get(item.group) ?? []), item]);
@@ -18,7 +17,7 @@ function missedPath(name, item) {
   return el("p", { className: "way" }, source, " → ", ...item.to.flatMap((to, place) => [place ? ", " : "", launchLink(name, to)]));
 }
 
-function missedCard(name, group, most) {
+function valueCard(name, group, most, hasRemedy) {
   const [item, ...others] = group;
   const time = total(group, "time");
   const bar = el("span", { className: "stake" });
@@ -35,35 +34,31 @@ function missedCard(name, group, most) {
       el("small", { textContent: `${formatBytes(total(group, "bytes"))}, share ${Math.round(item.share * 100)}%` })),
     el("div", {},
       el("p", { className: "what" }, el("b", { textContent: lastScope(item.scope) || (source ? "" : "no scope") }), " ",
-        source ? el("a", { className: "m", href: hashOf("source", source, name), textContent: source }) : null, " ",
+        sourceLink(name, source), " ",
         el("span", { className: "m shape", textContent: item.shape }), " ", anchorTo("missed", item.rank, name)),
       missedPath(name, item), alike,
-      ...reasonOf(item), ...remedyOf(item)));
+      ...reasonOf(item), ...(hasRemedy ? [] : remedyOf(item))));
 }
 
-/** Returns the cards of the first groups. */
-function missedCards(name, groups, count) {
-  const most = groups.length ? total(groups[0], "time") || 1 : 1;
-  return groups.slice(0, count).map((group) => missedCard(name, group, most));
+const sourceLink = (name, source) => source ? el("a", { className: "m", href: hashOf("source", source, name), textContent: source }) : null;
+
+/** Returns a list that is made when the details around it are first opened. */
+function valuesFold(name, groups, title, hasRemedy) {
+  const list = el("ol", { className: "cards values" });
+  const box = el("details", { className: "inside", "data-ranks": groups.flat().map((each) => each.rank).join(" ") }, el("summary", { textContent: title }), list);
+  box.addEventListener("toggle", () => box.open && fillValues(name, list, groups, hasRemedy));
+  box.fill = () => fillValues(name, list, groups, hasRemedy);
+  return box;
 }
 
-function showMissed(name, count = FIRST_SHOWN) {
-  const groups = missedGroups(name);
-  const { totals, device } = strategies.get(name);
-  const none = !totals.between ? `None: no value goes through ${device.memory} between launches.`
-    : device.isCpu ? "None is listed for a CPU: remedies are known for GPUs. Compile for one with --target."
-    : "None: values between launches are small beside the launches' other traffic, or must be written anyway.";
-  const list = document.getElementById("missed-list");
-  list.replaceChildren(...(groups.length ? missedCards(name, groups, count) : [el("li", { className: "empty", textContent: none })]));
-  if (groups.length > count) {
-    const more = el("button", { type: "button", textContent: `Show ${groups.length - count} more`, onclick: () => showMissed(name, Infinity) });
-    list.append(el("li", { className: "more" }, more));
-  }
+function fillValues(name, list, groups, hasRemedy) {
+  if (list.childElementCount) return;
+  const most = Math.max(...groups.map((group) => total(group, "time"))) || 1;
+  list.append(...groups.map((group) => valueCard(name, group, most, hasRemedy)));
 }
 
-/** Returns the card of a missed fusion in the list, showing the whole list if necessary. */
+/** Returns the card of a value, making the list that it is in if necessary. */
 function showMissedRank(name, rank) {
-  const found = () => document.querySelector(`#missed-list [data-ranks~="${rank}"]`);
-  if (!found()) showMissed(name, Infinity);
-  return found();
+  document.querySelector(`#advice-list .inside[data-ranks~="${rank}"]`)?.fill();
+  return document.querySelector(`#advice-list li[data-ranks~="${rank}"]`);
 }
