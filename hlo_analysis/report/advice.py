@@ -177,7 +177,7 @@ def headline(comparison: Comparison) -> str:
         made = [each.name for each in helping if each.name in sites]
         named = list(dict.fromkeys([*made, *sorted(sites)]))
         means = f"`{best.call}`" if best.call else best.name
-        return f"{_from_to(before, after, ranked.how)} with {means}{_makers(named)}."
+        return f"{_from_to(before, after, ranked.how.partition(',')[0])} with {means}{_makers(named)}."
     if helping:
         after = analysis.estimated_us - helping[0].saved_us
         return f"{_from_to(analysis.estimated_us, after, 'estimated')} with {_remedy(helping[0])}."

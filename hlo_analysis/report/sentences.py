@@ -272,6 +272,6 @@ def _fastest_sentence(base: StrategyResult, ranked: Ranking) -> str:
         return f"{none} faster ({ranked.how})."
     traffic = format_change(best.analysis.traffic.bytes, base.analysis.traffic.bytes)
     return (
-        f"Fastest of {len(ranked.results)} strategies: {best.name}, in {plural(best.analysis.launch_count, 'launch')}, "
+        f"Fastest of {len(ranked.results)} strategies ({ranked.how}): {best.name}, in {plural(best.analysis.launch_count, 'launch')}, "
         f"{traffic} {base.analysis.device.memory_name} traffic."
     )
