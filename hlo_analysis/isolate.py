@@ -12,10 +12,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hlo_analysis.errors import HloAnalysisError
+from hlo_analysis.explain import find_edges
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
 from hlo_analysis.hlo.attributes import dot_dimensions, gemm_config, integers
 from hlo_analysis.loading import DTYPES
-from hlo_analysis.records import Launch
+from hlo_analysis.records import Analysis, Launch
 
 
 class CannotIsolateError(HloAnalysisError, ValueError):
@@ -54,6 +55,15 @@ def isolate(module: Module, wanted: Sequence[Launch], around: Sequence[Launch] =
             left_out.append(launch.name)
     writer = _write(module, kept)
     return Isolated(source=writer.text(), arguments=tuple(writer.arguments), left_out=tuple(left_out))
+
+
+def neighbours(analysis: Analysis, launch: Launch) -> list[Launch]:
+    """Returns the launches that a launch reads from and that read it, the other end of the costliest edge first."""
+    ends = [each for edge in find_edges(analysis, str(launch.index)) for each in (edge.producer, edge.consumer)]
+    ends += [value.producer for value in launch.inputs if value.producer is not None]
+    ends += [each.index for each in analysis.launches if launch.index in {value.producer for value in each.inputs}]
+    found = (analysis.launches[index] for index in dict.fromkeys(ends) if index != launch.index)
+    return [each for each in found if each.computation == launch.computation]
 
 
 def _write(module: Module, launches: Sequence[Launch]) -> _Writer:

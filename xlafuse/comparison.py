@@ -43,6 +43,7 @@ def compare(
     numerics: bool = True,
     tries: int = 0,
     progress: Progress | None = None,
+    ready: Callable[[Comparison], None] | None = None,
     keep_captures: Any = None,
     **capture_options: Any,
 ) -> Comparison:
@@ -59,6 +60,7 @@ def compare(
       numerics: for a block, also runs each plan on the CPU at a small size and compares it with float64.
       tries: how many remedies of the baseline's missed fusions to try; see `xlafuse.try_remedies`.
       progress: called with a strategy's name and state as work goes on; see `Progress`.
+      ready: called with the comparison before remedies are tried, which takes as long again; not if none are.
       keep_captures: folder where each strategy's capture is saved as STRATEGY.zip, which `Capture.load` and `xlafuse
         report --capture` open. It is created if missing.
       **capture_options: passed to `hlo_analysis.capture` (`autotune`, `timeout`, `measure`, ...).
@@ -105,19 +107,24 @@ def compare(
         if job.strategy.fuses and (plain := _plain(job.strategy, jobs.values(), results)) is not None:
             results[name] = _with_regression(results[name], plain, job.strategy, program)
 
+    def aligned() -> Comparison:
+        reference = baseline if baseline in analyses else next(iter(analyses))
+        title = _title(block_or_fn, config, shapes, mode, target)
+        comparison = diff.compare_analyses(title, tuple(results.values()), reference, unfused="unfused")
+        is_known = all(STRATEGIES.get(each.name, each) == each for each in chosen)
+        if config is None or PRESETS.get(config.name) != config or described.kind != "cuda" or not is_known:
+            return comparison
+        return with_recordings(comparison, config.name, "x".join(map(str, shapes)), mode, described.device_kind)
+
     analyses = {name: result.analysis for name, result in results.items() if result.analysis is not None}
     if not analyses:
         raise ComparisonError({name: result.error or "" for name, result in results.items()})
+    if ready is not None and tries and baseline in analyses:
+        ready(aligned())
     if baseline in analyses:
         with_trials = _with_trials(analyses[baseline], jobs[baseline].strategy, program, tries, report)
         results[baseline] = dataclasses.replace(results[baseline], analysis=with_trials)
-    reference = baseline if baseline in analyses else next(iter(analyses))
-    title = _title(block_or_fn, config, shapes, mode, target)
-    comparison = diff.compare_analyses(title, tuple(results.values()), reference, unfused="unfused")
-    is_known = all(STRATEGIES.get(each.name, each) == each for each in chosen)
-    if config is None or PRESETS.get(config.name) != config or described.kind != "cuda" or not is_known:
-        return comparison
-    return with_recordings(comparison, config.name, "x".join(map(str, shapes)), mode, described.device_kind)
+    return aligned()
 
 
 def fit_plan(strategy: Strategy, config: BlockConfig) -> tuple[Strategy, str]:

@@ -270,8 +270,9 @@ def _fastest_sentence(base: StrategyResult, ranked: Ranking) -> str:
         others = [result.name for result in ranked.results if result is not base]
         none = f"{others[0]} is not" if len(others) == 1 else f"None of the other {len(others)} strategies is"
         return f"{none} faster ({ranked.how})."
+    launches = plural(best.analysis.launch_count, "launch")
     traffic = format_change(best.analysis.traffic.bytes, base.analysis.traffic.bytes)
     return (
-        f"Fastest of {len(ranked.results)} strategies ({ranked.how}): {best.name}, in {plural(best.analysis.launch_count, 'launch')}, "
+        f"Fastest of {len(ranked.results)} strategies ({ranked.how}): {best.name}, in {launches}, "
         f"{traffic} {base.analysis.device.memory_name} traffic."
     )

@@ -25,7 +25,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Puts a ready comparison in the place of compiling; the list gets what `compare` was called with."""
     calls: list[dict[str, Any]] = []
 
-    def compare(program: Any, shapes: Any, *, progress: Callable[[str, str], None], **options: Any):
+    def compare(program: Any, shapes: Any, *, progress: Callable[[str, str], None], ready: Any, **options: Any):
         calls.append({"program": program, "shapes": shapes, **options})
         for state in ("compiling", "analysing", "done"):
             progress("xla", state)

@@ -94,6 +94,23 @@ def test_a_redacted_report_has_no_names_of_the_program(invoke, compared, tmp_pat
     assert "tiny" not in (tmp_path / "out/report.json").read_text()
 
 
+def test_the_page_is_there_before_remedies_are_tried(invoke, compared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    comparison = import_module("xlafuse.comparison")
+    whole, seen = comparison.compare, []
+
+    def compare(*given, ready, **options):
+        ready(llama_comparison())
+        seen.append((tmp_path / "out/report.html").read_text())
+        return whole(*given, ready=ready, **options)
+
+    monkeypatch.setattr(comparison, "compare", compare)
+    result = invoke("report", "--redact", "-o", "out")
+    assert result.exit_code == 0
+    assert "report.html, without tried remedies" in result.stderr
+    assert "redacted program" in seen[0]
+    assert "xla: done after 0.0 s (1 of 10)" in result.stderr
+
+
 def test_json_is_all_there_is_on_stdout(invoke, compared, tmp_path: Path):
     result = invoke("report", "--json")
     assert result.exit_code == 0

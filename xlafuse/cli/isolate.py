@@ -106,6 +106,7 @@ def _listed(launches: Sequence[Launch]) -> str:
 def _chosen(analysis: Analysis, producer: str, consumer: str | None) -> tuple[list[Launch], list[Launch], str]:
     """Returns the launches to isolate, those around them, and why XLA keeps them apart."""
     from hlo_analysis.explain import apart_because, find_edge, find_edges, launches_named
+    from hlo_analysis.isolate import neighbours
 
     if consumer is not None:
         edge = find_edge(analysis, producer, consumer)
@@ -116,18 +117,9 @@ def _chosen(analysis: Analysis, producer: str, consumer: str | None) -> tuple[li
         names = ", ".join(f"#{index} {analysis.launches[index].name}" for index in found[:6])
         raise InputError(f"{producer!r} names {len(found)} launches: {names}; expected one")
     launch = analysis.launches[found[0]]
-    producers = {value.producer for value in launch.inputs if value.producer is not None}
-    consumers = {each.index for each in analysis.launches if launch.index in {value.producer for value in each.inputs}}
     edges = find_edges(analysis, str(launch.index))
-    # The other end of the costliest edge comes first.
-    order = dict.fromkeys(end for edge in edges for end in (edge.producer, edge.consumer))
-    near = [
-        index for index in (*order, *sorted(producers | consumers)) if index in (producers | consumers) - {launch.index}
-    ]
-    around = [analysis.launches[index] for index in dict.fromkeys(near)]
-    around = [each for each in around if each.computation == launch.computation]
     why = apart_because(edges[0]) if edges else "it reads what no launch wrote, and no launch reads it"
-    return [launch], around, why
+    return [launch], neighbours(analysis, launch), why
 
 
 def _script(analysis: Analysis, made: Isolated, launches: list[Launch], why: str) -> str:

@@ -16,7 +16,7 @@ _FINISHED = {"done": "[green]done[/]", "failed": "[red]failed[/]", "not applicab
 def progress_on(console: Console, names: Sequence[str]) -> Iterator[Callable[[str, str], None]]:
     """Yields the `progress` function for `xlafuse.compare`; the name '' stands for the numerics."""
     if not console.is_terminal:
-        yield _plain(console)
+        yield _plain(console, len(names))
         return
     columns = (SpinnerColumn(finished_text=" "), TextColumn("{task.description}"), TextColumn("{task.fields[state]}"))
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
@@ -38,14 +38,18 @@ def progress_on(console: Console, names: Sequence[str]) -> Iterator[Callable[[st
         yield show
 
 
-def _plain(console: Console) -> Callable[[str, str], None]:
+def _plain(console: Console, count: int) -> Callable[[str, str], None]:
+    """Prints a line for each that is finished, with how many of the `count` strategies are."""
     started: dict[str, float] = {}
+    finished: list[str] = []
 
     def show(name: str, state: str) -> None:
         if state == "compiling":
             started[name] = time.monotonic()
         elif state in _FINISHED:
             took = f" after {time.monotonic() - started[name]:.1f} s" if name in started else ""
-            console.print(f"{name}: {state}{took}", markup=False, highlight=False)
+            finished.append(name)
+            of = f" ({len(finished)} of {count})" if len(finished) <= count else ""
+            console.print(f"{name}: {state}{took}{of}", markup=False, highlight=False)
 
     return show

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 import webbrowser
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,19 +193,26 @@ def _made(request: Request) -> tuple[Comparison, list[Path], list[str]]:
     measured = load(request.measured) if request.measured else None
     profile = read_profile(request.profile) if request.profile else None
     folder = request.output or (None if request.json and not request.open_page else _unused_folder())
+
+    def finished(comparison: Comparison) -> Comparison:
+        if measured is not None:
+            comparison = with_measurements(comparison, measured)
+        if profile is not None:
+            comparison = with_profile(comparison, profile)
+        return redacted(comparison) if request.redact else comparison
+
+    def ready(comparison: Comparison) -> None:
+        for path in _write(finished(comparison), folder, has_times=False) if folder else ():
+            print(f"wrote {path}, without tried remedies", file=sys.stderr)
+
     with output_folder(folder) if folder else nullcontext():
         if request.capture:
             from xlafuse.cli.captures import compare_captures
 
             comparison, failed = compare_captures(request.capture, request.baseline, request.module), []
         else:
-            comparison, failed = _compare(request, program, shapes)
-        if measured is not None:
-            comparison = with_measurements(comparison, measured)
-        if profile is not None:
-            comparison = with_profile(comparison, profile)
-        if request.redact:
-            comparison = redacted(comparison)
+            comparison, failed = _compare(request, program, shapes, ready)
+        comparison = finished(comparison)
         written = _write(comparison, folder, has_times=request.measure) if folder else []
         return comparison, [*written, *_write_trace(comparison, request.trace)], failed
 
@@ -272,7 +279,9 @@ def _program(request: Request) -> tuple[Any, tuple[Any, ...]]:
     return inputs.load_program(request.fn, request.shape or (), request.args)
 
 
-def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> tuple[Comparison, list[str]]:
+def _compare(
+    request: Request, program: Any, shapes: tuple[Any, ...], ready: Callable[[Comparison], None]
+) -> tuple[Comparison, list[str]]:
     from rich.console import Console
 
     from xlafuse.cli.progress import progress_on
@@ -308,6 +317,7 @@ def _compare(request: Request, program: Any, shapes: tuple[Any, ...]) -> tuple[C
                 tries=tries,
                 keep_captures=request.keep_capture,
                 progress=progress,
+                ready=ready,
                 timeout=request.timeout,
                 **({"measure": True} if request.measure else {}),
             )
