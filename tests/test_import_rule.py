@@ -42,10 +42,13 @@ def test_the_rule_sees_every_kind_of_import():
     assert imported_packages(source) == {"xlafuse", "hlo_analysis", "pallas_kernels"}
 
 
+_VIEWS = ("_repr_html_", "to_html", "to_markdown")
+
+
 def imported_modules(source: str, files: Mapping[str, Path]) -> set[str]:
-    """The package's modules that a module imports, also in functions; not what only a notebook's view loads."""
+    """The package's modules that a module imports, also in functions; not what only a record's views load."""
     found = set()
-    views = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") == "_repr_html_"]
+    views = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") in _VIEWS]
     lazy = {ast.dump(node) for view in views for node in ast.walk(view) if isinstance(node, ast.ImportFrom)}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module in files and ast.dump(node) not in lazy:
