@@ -211,7 +211,7 @@ def test_where_all_tiles_are_visited(given):
     given = {"is_causal": True, "mask": jnp.ones(keys, bool), "mask_value": -1e30, **given}
     given.pop("keys", None)
     query, key = (jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16) for length in (64, keys))
-    facts = facts_of(query, key, **{**NOTHING, **given})
+    facts = facts_of(query, key, **{**NOTHING, **given})  # pyright: ignore[reportArgumentType]
     assert facts.mask_value == given["mask_value"]
     assert not facts.masking.has_band
 

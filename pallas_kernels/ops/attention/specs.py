@@ -305,7 +305,7 @@ ATTENTION = OpSpec(
             # Sinks: as in gpt-oss, with and without a window; and of queries that see no key.
             *(_call(1, 1024, 1024, *_GPT_OSS, sinks=True, is_causal=True, window=w) for w in (None, (127, 0))),
             _call(2, 300, 200, 4, 2, 128, sinks=True, window=(20, 0)),
-            _call(2, 300, 300, 4, 2, 96, sinks=True, bias=(4, 300, 300), mask=(300, 300)),
+            _call(2, 300, 300, 4, 2, 64, sinks=True, bias=(4, 1, 300), mask=(300,)),
             # One round or a little more: how many queries and keys a block has.
             _call(1, 512, 512, 16, 16, 128),  # one warpgroup computes, on 128 multiprocessors
             _call(1, 300, 300, *_LLAMA_1B, is_causal=True),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from xlafuse.fusion.binding import Binding, bind
 from xlafuse.fusion.graph import Value
 from xlafuse.fusion.indices import Index, Indices, variables
-from xlafuse.fusion.layouts import Ref, number_of, operand, peel
+from xlafuse.fusion.layouts import Ref, number_of, operand, peel, truth
 
 _MOST_PARTS = 3
 MASKS = tuple(name + end for name in ("mask", "hiding") for end in ("", *map(str, range(2, _MOST_PARTS + 1))))
@@ -102,6 +102,8 @@ def conditions(ref: Ref, *, is_hiding: bool = False) -> Iterator[tuple[Ref, bool
             yield from conditions(operand(ref, 1), is_hiding=True)
         case "convert_element_type" if (inner := _before_casts(ref)).value.dtype == jnp.bool_:
             yield from conditions(inner, is_hiding=is_hiding)
+        case "eq" if (chosen := truth(ref, ref.value.equation)) is not None:
+            yield from conditions(chosen, is_hiding=not is_hiding)
         case "select_n" if _is_false(operand(ref, 1)) and not is_hiding:
             yield from conditions(operand(ref, 0))
             yield from conditions(operand(ref, 2))
