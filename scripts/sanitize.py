@@ -97,10 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operations", nargs="*", metavar="OPERATION")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the tools' own words here")
     parser.add_argument("--match", default="", metavar="SPEC", help="only calls whose name holds this")
     parser.add_argument("--every", action="store_true", help="every call that the GPU tests have, not one of each kind")
-    parser.add_argument("--details", action="store_true", help="racecheck: every hazard with its threads and values")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--jobs", type=int, default=6, help="processes that share the GPU")
     parser.add_argument("--seconds", type=float, default=240.0, help="for one process")
@@ -173,8 +171,7 @@ def joined(parts: Sequence[Outcome], died: Sequence[str]) -> Outcome:
 
 
 def _sanitize(operation: str, tool: str, options: argparse.Namespace, skip: int, seconds: float) -> Outcome:
-    details = ("--racecheck-report", "all") if options.details and tool == "racecheck" else _OPTIONS[tool]
-    command = ["compute-sanitizer", "--tool", tool, *details, *_WATCHED, "--print-limit", "20"]
+    command = ["compute-sanitizer", "--tool", tool, *_OPTIONS[tool], *_WATCHED, "--print-limit", "20"]
     command += [sys.executable, __file__, "--run", operation, "--tools", tool, "--match", options.match]
     command += ["--skip", str(skip), *(["--every"] if options.every else [])]
     # With an allocation for each array, the first byte past its end is past an allocation, too.
@@ -188,10 +185,6 @@ def _sanitize(operation: str, tool: str, options: argparse.Namespace, skip: int,
             code = _ended(process, log.fileno(), start + seconds)
         log.seek(0)
         text = log.read()
-    if options.logs:
-        options.logs.mkdir(parents=True, exist_ok=True)
-        name = f"{tool}-{operation.replace(' ', '_')}{f'-{skip}' if skip else ''}.log"
-        (options.logs / name).write_text(text, encoding="utf-8")
     return outcome(operation, tool, text, code, time.monotonic() - start)
 
 
