@@ -47,10 +47,11 @@ Implementation = str | Sequence[str] | None
 All implementations have first derivatives in reverse mode. Second derivatives and forward mode need "xla"; the others
 raise.
 
-A kernel runs on one device. For arrays sharded over several devices, call the operation inside `jax.shard_map`.
-Outside it, None takes "xla". Under `jax.jit` it does so, with a `KernelWarning`, only when the program is compiled, as
-tracing cannot see the arguments' shardings. A kernel asked for by name runs there, too: XLA gathers whole arrays on
-every device, and a `KernelWarning` says so. Explicit mesh axes, and arrays outside `jit`, make it raise.
+Under `jax.jit`, devices that have parts of the arrays share the work of most operations, each with its kernel; see
+docs/several-gpus.md. The other operations are left to XLA there, with a `KernelWarning` when the program is compiled,
+as tracing cannot see the arguments' shardings. A kernel asked for by name alone runs: XLA gathers whole arrays on every
+device, and a `KernelWarning` says so. With explicit mesh axes, and for arrays outside `jit` that are spread over
+devices, None takes "xla", and the name of a kernel raises: call the operation inside `jax.shard_map`.
 """
 
 Support = Callable[[], str | None]
@@ -193,7 +194,7 @@ def choose(
             reason = _reason(operation, name, support[name], requested)
         if reason is None:
             if name in _OF_ONE_DEVICE and is_open(operation):
-                raise KernelChosen(is_requested=requested is not None)
+                raise KernelChosen(is_requested=requested is not None and "xla" not in order)
             return name
         refused.append(f"{name!r}: {reason}")
     raise NotImplementedError(
@@ -263,18 +264,23 @@ def _reason(operation: str, name: str, support: Support, requested: Implementati
         return None
     if _has_symbolic_sizes(support):
         return "the kernels are compiled for sizes, and one is known only when the program runs (`jax.export`)"
-    if name in _OF_ONE_DEVICE and (where := _spread_over(support, requested)):
+    is_asked = requested is not None or is_open(operation) or is_settled(operation)
+    if name in _OF_ONE_DEVICE and (where := _spread_over(support, is_asked=is_asked)):
         return f"{where}, and {INSIDE_SHARD_MAP}"
     return support() or (interpreter_lacks(operation) if name == "mosaic" else None)
 
 
-def _spread_over(support: Support, requested: Implementation) -> str | None:
-    """Returns how the call's arrays are spread over devices, as far as a trace can tell; None if they are not."""
+def _spread_over(support: Support, *, is_asked: bool) -> str | None:
+    """Returns how the call's arrays are spread over devices, as far as a trace can tell; None if they are not.
+
+    is_asked: whether a kernel may stand in a program that XLA partitions: one that is asked for does, with a warning,
+    and one that runs on one device or on parts of the arrays alone.
+    """
     if any(map(is_spread, _arguments(support))):
         return "an array is spread over several devices"
     if axes := _mesh_axes(support):
         return f"an array is spread over {_listed(axes)} of an explicit mesh"
-    if requested is None and (axes := automatic_axes()):  # perhaps it is not: a kernel asked for runs, with a warning
+    if not is_asked and (axes := automatic_axes()):
         return f"XLA spreads arrays over {_listed(axes)} of the mesh"
     return None
 

@@ -1,8 +1,9 @@
-"""Keeps kernels out of programs that XLA partitions: there it gathers whole arrays on every device around each kernel.
+"""Calls of operations in programs that XLA partitions: a kernel there would have whole arrays gathered on every device.
 
 Tracing cannot see the shardings of `jax.jit`'s arguments, and the same trace serves all of them. Lowering knows for how
-many devices a program is compiled. So a call that may take XLA is lowered as its kernels or as its reference, and the
-reference is traced only then. A call that names its kernel keeps it, with a warning.
+many devices a program is compiled. So a call is lowered as its kernels for one device, and for several as one whose
+work they share (`sharded.py`), or as its reference where they cannot. These are traced only then. A call that names its
+kernel keeps it, with a warning where it is not shared.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from pallas_kernels.primitives.dimensions import Dimensions
 from pallas_kernels.primitives.interpreter import reason_against
 from pallas_kernels.primitives.platform import is_interpreted
+from pallas_kernels.primitives.sharded import Shared, mesh_of, needed, notify, shared_by, with_pullback
 from pallas_kernels.specs import Static
 
 INSIDE_SHARD_MAP = "a kernel sees one device; call the operation inside jax.shard_map"
@@ -92,10 +96,17 @@ def automatic_axes() -> tuple[str, ...]:
     return tuple(name for name, kind in kinds if kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1)
 
 
-def call_operation(operation: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls an operation, with its kernels only where they can run: on one device, and all of them.
+def call_operation(
+    operation: str,
+    function: Callable[..., Any],
+    dimensions: Dimensions | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls an operation, with its kernels only where they can run: on one device's arrays, or one device's parts.
 
-    function: takes `implementation`, and calls `dispatch.choose` with the operation's name.
+    function: takes `implementation`, and calls `dispatch.choose` with the operation's name. dimensions: how devices may
+    share its work, if they may.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -117,24 +128,21 @@ def call_operation(operation: str, function: Callable[..., Any], args: tuple[Any
             return function(*args, **kwargs)
     if not any(isinstance(leaf, Tracer) for leaf in arrays) or not may_be_partitioned():
         return function(*args, **kwargs)
+    if dimensions is None and automatic_axes() and kwargs.get("implementation") is None:
+        return function(*args, **kwargs)  # by XLA
     try:
         with _set(_open_to, operation):
             return function(*args, **kwargs)
     except KernelChosen as chosen:
         is_requested = chosen.is_requested
-    if is_requested:
+    reference = partial(call, implementation="xla")
+    several = Reference(function=reference)
+    if dimensions is not None:
+        several = shared_by(operation, dimensions, function, call, reference, (args, kwargs), places) or several
+    if is_requested and not isinstance(several, Shared):
         arrays[0] = _in_any_case.bind(arrays[0], operation=operation)
         return call(*arrays)
-    return _by_devices(operation, call, partial(call, implementation="xla"))(*arrays)
-
-
-def on_one_device[T](operation: str, kernel: Callable[[T], Any], reference: Callable[[T], Any], operands: T) -> Any:
-    """Calls `kernel` where the program runs on one device, else `reference`: two functions of one tree of arrays."""
-    leaves, structure = jax.tree.flatten(operands)
-    if not any(isinstance(leaf, Tracer) for leaf in leaves) or is_interpreted() or not may_be_partitioned():
-        return kernel(operands)
-    functions = (lambda *own, each=each: each(structure.unflatten(own)) for each in (kernel, reference))
-    return _by_devices(operation, *functions)(*leaves)
+    return by_devices(operation, call, several)(*arrays)
 
 
 def may_be_partitioned() -> bool:
@@ -158,11 +166,11 @@ _warned: dict[Any, Any] = {}
 """Python's record of the warnings given, by which each is shown once for a line of the caller's."""
 
 
-def _warn(ctx: Any, operation: str, what: str) -> None:
+def _warn(ctx: Any, operation: str, what: str, why: str | None = None) -> None:
     """Warns of an operation in a program for several devices, at the line of the call."""
     context = ctx.module_context.axis_context
     devices = context.num_devices if isinstance(context, ShardingContext) else context.mesh.size
-    message = f"{operation} {what}: the program is compiled for {devices} devices, and {INSIDE_SHARD_MAP}"
+    message = f"{operation} {what}: {why or f'the program is compiled for {devices} devices, and {INSIDE_SHARD_MAP}'}"
     if (heard := _heard.get()) is not None:
         heard[message] = operation
         return
@@ -171,22 +179,49 @@ def _warn(ctx: Any, operation: str, what: str) -> None:
     warnings.warn_explicit(message, KernelWarning, *next(iter(places), ("unknown", 0)), registry=_warned)
 
 
-def _by_devices(operation: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a differentiable function of arrays: `kernel` on one device, else `reference`, which computes the same.
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What XLA computes of a call on several devices.
 
-    On several devices the gradient computes the reference again from the arrays; XLA merges the two in one program.
+    The gradient computes it again from the arrays; XLA merges the two in one program.
     """
-    run = jax.custom_vjp(lambda *arrays: _either(operation, kernel, reference, arrays))
+
+    function: Callable[..., Any]
+
+    def __call__(self, *arrays: Any) -> Any:
+        """Returns the function's result."""
+        return self.function(*arrays)
+
+    def differentiated(self, wanted: Sequence[bool], kept: Sequence[Any], *arrays: Any) -> tuple[Any, list[Any]]:
+        """Returns the function's result, where it is differentiated, and nothing for its gradient."""
+        del wanted
+        return self.function(*arrays), [jnp.zeros(each.shape, each.dtype) for each in kept]
+
+    def gradients(self, wanted: Sequence[bool], kept: Sequence[Any], arrays: Sequence[Any], cotangents: Any) -> Any:
+        """Returns the gradients of the wanted arrays."""
+        del kept
+        return with_pullback(self.function, wanted, *arrays)[1](cotangents)
+
+
+def by_devices(operation: str, kernel: Callable[..., Any], several: Reference | Shared) -> Callable[..., Any]:
+    """Returns a differentiable function of arrays: `kernel` on one device, `several` on more. Both compute the same."""
+    either = partial(_either, operation, is_shared=isinstance(several, Shared))
+    run = jax.custom_vjp(
+        lambda *arrays: either(lambda *own: (kernel(*own), None), lambda _, *own: (several(*own), []), arrays)[0]
+    )
 
     def forward(*arrays: Any) -> Any:
         values = [array.value for array in arrays]
         wanted = tuple(array.perturbed and jnp.issubdtype(array.value.dtype, jnp.inexact) for array in arrays)
-        by_kernel = partial(_with_pullback, kernel, wanted)
-        result, pullback = _either(operation, by_kernel, lambda *values: (reference(*values), None), values)
-        return result, (pullback, values, Static(wanted))
+        result, pullback = either(
+            partial(with_pullback, kernel, wanted), partial(several.differentiated, wanted), values
+        )
+        places = set(map(id, values))
+        is_kept = tuple(id(leaf) not in places for leaf in jax.tree.leaves(pullback))
+        return result, (pullback, values, Static((wanted, is_kept)))
 
     def backward(saved: Any, cotangents: Any) -> Any:
-        pullback, values, wanted = saved
+        pullback, values, (wanted, is_kept) = saved[0], saved[1], saved[2].value
         leaves, structure = jax.tree.flatten(cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
 
         def all_of(given: Sequence[Any]) -> Any:
@@ -195,67 +230,62 @@ def _by_devices(operation: str, kernel: Callable[..., Any], reference: Callable[
             return structure.unflatten(zeros)
 
         def by_kernel(pullback: Any, values: Any, given: Any) -> Any:
-            del values
-            return pullback(all_of(given))
+            if pullback is None:
+                return by_several((), pullback, values, given)
+            return pullback(all_of(given)), None
 
-        def by_reference(pullback: Any, values: Any, given: Any) -> Any:
-            del pullback
-            return _with_pullback(reference, wanted.value, *values)[1](all_of(given))
+        def by_several(_: Any, pullback: Any, values: Any, given: Any) -> Any:
+            kept = [leaf for leaf, each in zip(jax.tree.leaves(pullback), is_kept, strict=True) if each]
+            return several.gradients(wanted, kept, values, all_of(given)), []
 
         given = [leaf for leaf in leaves if not isinstance(leaf, SymbolicZero)]
-        by_kernel = by_reference if pullback is None else by_kernel
-        gradients = iter(_either(operation, by_kernel, by_reference, (pullback, values, given)))
-        return tuple(next(gradients) if is_wanted else None for is_wanted in wanted.value)
+        gradients = iter(either(by_kernel, by_several, (pullback, values, given))[0])
+        return tuple(next(gradients) if is_wanted else None for is_wanted in wanted)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run
 
 
-def _with_pullback(function: Callable[..., Any], wanted: Sequence[bool], *values: Any) -> Any:
-    """Returns the function's result and its pullback to the wanted arguments."""
+def _either(
+    operation: str, kernel: Callable[..., Any], reference: Callable[..., Any], operands: Any, *, is_shared: bool
+) -> Any:
+    """Calls one of two functions of trees of arrays: `kernel` on one device, `reference` on several.
 
-    def of_wanted(*own: Any) -> Any:
-        given = iter(own)
-        return function(*(next(given) if is_wanted else value for value, is_wanted in zip(values, wanted, strict=True)))
+    Both return a result and what the gradient needs, `reference` as a list. It takes the types of those arrays first.
 
-    return jax.vjp(of_wanted, *(value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted))
-
-
-def _either(operation: str, kernel: Callable[..., Any], reference: Callable[..., Any], operands: Any) -> Any:
-    """Calls one of two functions of trees of arrays.
-
-    Results that only the kernel's has, which its backward pass needs, are zeros if it is the reference that runs.
+    is_shared: whether `reference` is a call whose work devices share.
     """
     leaves, structure = jax.tree.flatten(tuple(operands))
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
-        return (reference if any(map(is_spread, leaves)) else kernel)(*operands)
-    results: list[Any] = []
+        return (reference((), *operands)[0], None) if any(map(is_spread, leaves)) else kernel(*operands)
+    trees: list[Any] = []
     operand_of: list[int | None] = []
 
     def by_kernel(*leaves: Any) -> list[Any]:
         values, tree = jax.tree.flatten(kernel(*structure.unflatten(leaves)))
         places = {id(leaf): place for place, leaf in enumerate(leaves)}
         operand_of[:] = [places.get(id(value)) for value in values]
-        results[:] = [tree]
+        trees[:] = [tree]
         return _computed(values, operand_of)
 
     def by_reference(*leaves: Any) -> list[Any]:
+        count = trees[0].children()[0].num_leaves
+        kept = closed.out_avals[len(_computed(operand_of[:count], operand_of)) :]
         with jax.enable_x64(x64), jax.default_matmul_precision(precision):
-            values = jax.tree.leaves(reference(*structure.unflatten(leaves)))
-        values += [None] * (len(operand_of) - len(values))
-        types: Any = closed.out_avals
-        pairs = zip(_computed(values, operand_of), types, strict=True)
-        return [jnp.zeros(aval.shape, aval.dtype) if value is None else value for value, aval in pairs]
+            result, needed_by_gradient = reference(kept, *structure.unflatten(leaves))
+        return [*_computed(jax.tree.leaves(result), operand_of), *needed_by_gradient]
 
     x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
     closed = jax.make_jaxpr(by_kernel)(*leaves)
-    computed = iter(_either_p.bind(*leaves, operation=operation, kernel=closed, reference=by_reference))
-    return results[0].unflatten(next(computed) if place is None else leaves[place] for place in operand_of)
+    computed = iter(
+        _either_p.bind(*leaves, operation=operation, kernel=closed, reference=by_reference, is_shared=is_shared)
+    )
+    return trees[0].unflatten(next(computed) if place is None else leaves[place] for place in operand_of)
 
 
 def _computed(values: Sequence[Any], operand_of: Sequence[int | None]) -> list[Any]:
     """Leaves out results that are operands, so that a loop's gradient does not save weights once for each trip."""
-    return [value for value, place in zip(values, operand_of, strict=True) if place is None]
+    return [value for value, place in zip(values, operand_of, strict=False) if place is None]
 
 
 def _is_partitioned(ctx: Any) -> bool:
@@ -266,11 +296,15 @@ def _is_partitioned(ctx: Any) -> bool:
     return isinstance(context, ShardingContext) and context.num_devices > 1
 
 
-def _lower_either(ctx: Any, *operands: Any, operation: str, kernel: Any, reference: Callable[..., Any]) -> Any:
-    if _is_partitioned(ctx):
+def _lower_either(
+    ctx: Any, *operands: Any, operation: str, kernel: Any, reference: Callable[..., Any], is_shared: bool
+) -> Any:
+    if not _is_partitioned(ctx):
+        return mlir.lower_fun(jaxpr_as_fun(kernel))(ctx, *operands)
+    if not is_shared or mesh_of(ctx) is None:
         _warn(ctx, operation, "is left to XLA")
-        return mlir.lower_fun(reference)(ctx, *operands)
-    return mlir.lower_fun(jaxpr_as_fun(kernel))(ctx, *operands)
+    with _set(notify, partial(_warn, ctx, operation)):
+        return mlir.lower_fun(partial(needed, reference))(ctx, *operands)
 
 
 def _batch_either(axis: Any, operands: Any, places: Any, *, kernel: Any, reference: Any, **params: Any) -> Any:
@@ -291,7 +325,7 @@ _either_p = Primitive("either")
 """One of two functions: `kernel`, a closed jaxpr, or `reference`. Only `_by_devices` has derivatives."""
 _either_p.multiple_results = True
 _either_p.def_impl(
-    lambda *operands, operation, kernel, reference: (
+    lambda *operands, operation, kernel, reference, is_shared: (
         reference(*operands) if any(map(is_spread, operands)) else jaxpr_as_fun(kernel)(*operands)
     )
 )

@@ -30,9 +30,11 @@ def usual_promotion[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     def promoting(*args: P.args, **kwargs: P.kwargs) -> T:
         if is_operation and kwargs.get("implementation") not in ("xla", ("xla",), ["xla"]):
             args, kwargs = first_order(function.__name__, (args, kwargs))
-            return call_operation(function.__name__, promoted, args, kwargs)
+            dimensions = getattr(promoting, "dimensions", None)
+            return call_operation(function.__name__, promoted, dimensions, args, kwargs)
         return promoted(*args, **kwargs)
 
+    @functools.wraps(function)
     def promoted(*args: P.args, **kwargs: P.kwargs) -> T:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return function(*args, **kwargs)

@@ -21,9 +21,9 @@ from pallas_kernels.primitives import interpreter as primitives_interpreter
 # take a thread of XLA's pool too. The pool is as large as the machine has cores: on two, three warpgroups wait forever.
 os.environ.setdefault("PJRT_NPROC", "16")
 
-# Two CPU devices for shard_map. Too late once a backend is up; then the tests that need two are skipped.
+# CPU devices for shard_map and shardings. Too late once a backend is up; then the tests that need them are skipped.
 with contextlib.suppress(RuntimeError):
-    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_num_cpu_devices", 4)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

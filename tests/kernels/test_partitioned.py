@@ -1,4 +1,4 @@
-"""Operations in programs that XLA partitions: they are XLA's there, with its collectives and no more."""
+"""Operations in programs that XLA partitions: devices share their work, with XLA's collectives and no more."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import xlafuse
 from hlo_analysis.targets import load_target
-from pallas_kernels import KernelWarning, attention, linear, recorded_choices, rms_norm, testing
-from pallas_kernels.primitives.partitioned import on_one_device
+from pallas_kernels import KernelWarning, attention, batch_norm, linear, recorded_choices, rms_norm, testing
+from pallas_kernels.primitives.partitioned import Reference, by_devices
 from pallas_kernels.registry import REGISTRY
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -45,9 +45,10 @@ def lowered(function, *structs):
         return traced.lower(lowering_platforms=("cuda",))
 
 
-def collectives(function, *structs) -> Counter[str]:
+def collectives(function, *structs, kernels: int | None = None) -> Counter[str]:
+    """Collectives of the compiled program. kernels: how many kernels it has, if that is known."""
     text = str(lowered(function, *structs).compile().as_text())
-    assert "mosaic_gpu" not in text
+    assert kernels is None or text.count('custom_call_target="mosaic_gpu') == kernels
     return Counter(
         re.findall(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text)
     )
@@ -70,20 +71,21 @@ def up(x, w, **options):
 
 
 OPERATIONS = {
-    "rows": (rms_norm, ((8, 256, 1024), "d"), ((1024,),)),
-    "features": (rms_norm, ((8, 256, 1024), None, None, "d"), ((1024,), "d")),
-    "heads": (causal, *(((2, 512, 8, 64), None, None, "d"),) * 3),
-    "outputs": (up, ((8, 256, 1024),), ((1024, 4096), None, "d")),
+    "rows": (2, rms_norm, ((8, 256, 1024), "d"), ((1024,),)),
+    "features": (0, rms_norm, ((8, 256, 1024), None, None, "d"), ((1024,), "d")),
+    "heads": (3, causal, *(((2, 512, 8, 64), None, None, "d"),) * 3),
+    "outputs": (2, up, ((8, 256, 1024),), ((1024, 4096), None, "d")),
 }
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_collectives_are_those_of_xla(name, gpus):
-    function, *arguments = OPERATIONS[name]
+    kernels, function, *arguments = OPERATIONS[name]
     structs = [struct(gpus, *each) for each in arguments]
-    with pytest.warns(KernelWarning, match="is left to XLA: the program is compiled for 4 devices.* jax.shard_map"):
-        found = collectives(gradients(function), *structs)
-    assert found == collectives(gradients(lambda *arrays: function(*arrays, implementation="xla")), *structs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = collectives(gradients(function), *structs, kernels=kernels)
+    assert found == collectives(gradients(lambda *arrays: function(*arrays, implementation="xla")), *structs, kernels=0)
 
 
 def block(x, scale, up, down):
@@ -98,10 +100,10 @@ def test_a_fused_block_has_the_collectives_of_the_block(transform, gpus):
     structs = struct(gpus, (4096, 1024)), struct(gpus, (1024,)), struct(gpus, (1024, 4096), None, "d")
     structs = *structs, struct(gpus, (4096, 1024), "d")
     reports = []
-    with pytest.warns(KernelWarning):
-        found = collectives(
-            transform(xlafuse.fuse(block, ops=["norm_linear", "rms_norm"], report=reports.append)), *structs
-        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KernelWarning)
+        fused = xlafuse.fuse(block, ops=["norm_linear", "rms_norm"], report=reports.append)
+        found = collectives(transform(fused), *structs)
     assert reports[0].taken
     assert found == collectives(transform(block), *structs)
 
@@ -126,12 +128,21 @@ def test_one_device_runs_the_kernel_without_a_word(gpus):
     assert [choice.taken for choice in choices] == ["mosaic"]
 
 
-def test_a_kernel_asked_for_by_name_runs_and_warns_at_the_line_of_the_call(gpus):
-    structs = [struct(gpus, (8, 256, 1024), "d"), struct(gpus, (1024,))]
-
+def test_a_kernel_asked_for_by_name_runs_on_the_parts(gpus):
     def norm(x, scale):
         return rms_norm(x, scale, implementation="mosaic")
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        structs = struct(gpus, (8, 256, 1024), "d"), struct(gpus, (1024,))
+        assert not collectives(norm, *structs, kernels=1)
+
+
+def test_a_kernel_asked_for_by_name_that_needs_all_rows_warns_at_the_line_of_the_call(gpus):
+    def norm(x, scale):
+        return batch_norm(x, scale, scale, implementation="mosaic")
+
+    structs = struct(gpus, (4096, 1024), "d"), struct(gpus, (1024,))
     with pytest.warns(KernelWarning, match="XLA gathers whole arrays on every device") as warned:
         text = lowered(norm, *structs).as_text()
     assert "mosaic_gpu_v2" in text
@@ -159,12 +170,14 @@ def test_a_long_attention_has_a_gradient_inside_shard_map(check_vma):
     assert str(jax.make_jaxpr(gradients(mapped))(*heads)).count("attention_backward_fused") == (0 if check_vma else 1)
 
 
-def test_an_automatic_mesh_is_seen_when_tracing():
+def test_under_an_automatic_mesh_kernels_take_parts_and_the_others_are_xlas():
     mesh = AbstractMesh((4,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
+    x, scale = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 1024), (1024,)))
     with jax.sharding.use_abstract_mesh(mesh), recorded_choices() as choices:
-        jax.eval_shape(rms_norm, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 1024), (1024,))))
-    assert choices[0].taken == "xla"
-    assert "XLA spreads arrays over 'd' of the mesh" in str(choices[0].reasons["mosaic"])
+        jax.eval_shape(rms_norm, x, scale)
+        jax.eval_shape(batch_norm, x, scale, scale)
+    assert [choice.taken for choice in choices] == ["mosaic", "xla"]
+    assert "XLA spreads arrays over 'd' of the mesh" in str(choices[1].reasons["mosaic"])
 
 
 @pytest.fixture
@@ -188,10 +201,10 @@ tripled.defvjp(
 
 
 def either(x, scale):
-    def doubled(operands):
-        return 2 * operands[0] * operands[1]
+    def doubled(x, scale):
+        return 2 * x * scale
 
-    return on_one_device("op", lambda operands: tripled(*operands), doubled, (x, scale))
+    return by_devices("op", tripled, Reference(function=doubled))(x, scale)
 
 
 def looped(x, scale):

@@ -27,8 +27,8 @@ from xlafuse.fusion.spellings import spellings
 
 ALLOWANCES = ("rounding",)
 _UNSEEN_SHARDINGS = (
-    "A trace cannot see how jax.jit spreads arrays: if the program is compiled for several devices, XLA computes these "
-    "sites, and a KernelWarning says so. Inside jax.shard_map kernels do."
+    "A trace cannot see how jax.jit spreads arrays: where the program is compiled for several devices, they share a "
+    "site's work, or XLA computes it, and a KernelWarning says so."
 )
 
 
@@ -61,7 +61,7 @@ def fuse[**P, T](
 
     Fuse a function before you differentiate it: `jax.grad(fuse(f))`. `fuse(jax.grad(f))` warns with a `FuseWarning` and
     changes nothing. The result works under `jit`, `grad`, `vmap`, `remat`, and inside `shard_map`. Where `jit` compiles
-    it for several devices, XLA computes the operations, with a `KernelWarning`. `fuse` searches
+    it for several devices, they share the work of the operations; see docs/several-gpus.md. `fuse` searches
     loops, conditionals and `remat` inside `fn`, but no functions with derivatives of their own.
 
     Args:
@@ -183,11 +183,6 @@ def _refusal(jaxpr: Any, inputs: Sequence[Any]) -> str | None:
     """Returns why `fuse` leaves a program as it is; None where it does not."""
     if is_differentiated(jaxpr):
         return "it is differentiated already; fuse what is given to jax.grad, as in jax.grad(fuse(loss))"
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    if any(kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1 for name, kind in kinds):
-        shape = dict(mesh.shape)
-        return f"the mesh {shape} shards it automatically, and a kernel sees one device; use it inside jax.shard_map"
     for each in inputs:
         if not isinstance(each, Tracer) and isinstance(each, jax.Array) and len(each.devices()) > 1:
             return "an array is spread over several devices and a kernel sees one; use it inside jax.shard_map"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 import pallas_kernels
 from pallas_kernels.dispatch import Choice, choice, listening
 from pallas_kernels.primitives.gradients import differentiated_as
-from pallas_kernels.primitives.partitioned import on_one_device
 from pallas_kernels.primitives.platform import varying_alike
 from xlafuse.fusion.binding import Binding, is_permuted
 from xlafuse.fusion.graph import Equation, Value, is_free
@@ -117,22 +115,22 @@ def _with_stream(operation: str, arrays: Mapping[str, Any], options: Mapping[str
     differentiated, too.
     """
 
-    def together(arrays, **given):
-        return *_results(operation, arrays, {**options, **given}), arrays["x"]
+    def together(arrays):
+        return *_results(operation, arrays, options), arrays["x"]
 
     def apart(arrays):
         norm, others = arrays["norm"], {name: each for name, each in arrays.items() if name != "norm"}
         bias = {} if norm.bias is None else {"bias": norm.bias}
         given = {"epsilon": norm.epsilon, "rounds_before_scale": norm.rounds_before_scale, "returns_total": True}
         function = pallas_kernels.rms_norm if norm.kind == "rms" else pallas_kernels.layer_norm
-        others["x"], stream = function(others["x"], norm.scale, **bias, **given, implementation="mosaic")
+        by_kernels: dict[str, Any] = {"implementation": ("mosaic", "xla")}
+        others["x"], stream = function(others["x"], norm.scale, **bias, **given, **by_kernels)
         product = "linear" if operation == "norm_linear" else operation
-        return *_results(product, others, {**options, "implementation": "mosaic"}), stream
+        return *_results(product, others, {**options, **by_kernels}), stream
 
     if options.get("implementation") == "xla":
         return together(arrays)
-    kernels = differentiated_as(apart, together)
-    return on_one_device(operation, kernels, partial(together, implementation="xla"), varying_alike(dict(arrays)))
+    return differentiated_as(apart, together)(varying_alike(dict(arrays)))
 
 
 def implementation_of(site: Site) -> str | None:

@@ -30,6 +30,7 @@ from pallas_kernels.ops.attention.problem import (
 )
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_flag
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.exponents import LOWEST_SCORE
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
 from pallas_kernels.primitives.settings import usual_promotion
@@ -37,6 +38,11 @@ from pallas_kernels.primitives.settings import usual_promotion
 MOSAIC_DTYPES = ("bfloat16", "float16")
 
 
+@shares(
+    "query: b !t (g r) !d, key: b !s g d, value: b s g d, bias: b (g r) t s, mask: b (g r) t s, "
+    "dropout_mask: b (g r) t s, segment_ids: b t, segment_ids.0: b t, segment_ids.1: b s, sinks: (g r) "
+    "-> b t (g r) d, b (g r) t"
+)
 @usual_promotion
 def attention(
     query: jax.Array,

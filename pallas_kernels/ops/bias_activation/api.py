@@ -13,6 +13,7 @@ from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_ba
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, dropout_words, optional_arrays
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.elementwise import (
     FOLD_ELEMENTS,
     elementwise_unsupported,
@@ -25,6 +26,7 @@ from pallas_kernels.primitives.settings import usual_promotion
 _FEW_COLUMNS = 192
 
 
+@shares("x: ... d, bias: d, residual: ... d -> ... d")
 @usual_promotion
 def bias_activation(
     x: jax.Array,

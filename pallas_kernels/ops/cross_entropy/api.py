@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -14,8 +15,10 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
+from pallas_kernels.ops.cross_entropy.parts import cross_entropy_of_part, dimensions, loss_from_parts
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds
 from pallas_kernels.primitives.checks import as_arrays, finite_number, static_integer, static_number
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.settings import usual_promotion
@@ -24,6 +27,16 @@ Reduction = Literal["none", "sum", "mean"]
 IGNORED = -1
 
 
+def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Array:
+    def losses(reduction: str) -> jax.Array:
+        if "v" in sums:
+            return cross_entropy_of_part(arguments["logits"], arguments, sums["v"], reduction)
+        return cross_entropy(**{**arguments, "reduction": reduction})
+
+    return loss_from_parts(losses, arguments, sums)
+
+
+@shares(partial(dimensions, inputs="logits: ... +v"), _from_parts)
 @usual_promotion
 def cross_entropy(
     logits: jax.Array,

@@ -11,11 +11,13 @@ from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_
 from pallas_kernels.ops._norms.norm import Norm, NormName
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays, dropout_words, optional_arrays, static_flag
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.settings import usual_promotion
 
 _NORMS = ("rms_norm", "layer_norm")
 
 
+@shares("x: ... !d, scale: d, bias: d, residual: ... d -> ... d, ... d")
 @usual_promotion
 def dropout_residual_norm(
     x: jax.Array,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from pallas_kernels.ops.embedding.config import is_preferred, is_product
 from pallas_kernels.ops.embedding.mosaic_gpu_vjp import table_gradient
 from pallas_kernels.ops.embedding.reference import embedding_reference, gather_rows
 from pallas_kernels.primitives.checks import as_arrays, as_int32, check_lookup, check_width
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import MOSAIC_DTYPES, dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.settings import usual_promotion
@@ -24,6 +27,23 @@ _MOST_INDICES = 2**30 - 1
 """The most indices and rows of a table together: their doubles are int32."""
 
 
+def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Array:
+    """Looks up the ids of this device's rows; the others' rows are zeros in the sum."""
+    table, ids, mode = arguments["table"], arguments["ids"], arguments["mode"]
+    part = table.shape[0]
+    rows = part * lax.axis_size(sums["v"].axes)
+    ids = ids.astype(jnp.int32) if mode == "clip" else jnp.where(ids < 0, ids + rows, ids).astype(jnp.int32)
+    is_valid = (ids >= 0) & (ids < rows)
+    own = jnp.clip(ids, 0, rows - 1) - lax.axis_index(sums["v"].axes) * part
+    is_here = (own >= 0) & (own < part)
+    adds = is_here if mode == "clip" else is_here & is_valid
+    found = embedding(table, jnp.where(is_here, own, 0), dtype=arguments["dtype"])
+    found = jnp.where(adds[..., None], found, lax.stop_gradient(found))
+    y = sums["v"].total(jnp.where(is_here[..., None], found, 0))
+    return jnp.where(is_valid[..., None], y, jnp.nan) if mode == "fill" else y
+
+
+@shares("table: +v d, ids: ... -> ... d", _from_parts)
 @usual_promotion
 def embedding(
     table: jax.Array,

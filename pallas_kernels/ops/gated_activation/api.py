@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_back
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
@@ -25,6 +28,12 @@ FEWEST_PACKED = 256
 2.6, with gradients 8.0 and 5.7; 5632 rows of 444 columns 5.1 and 4.8, with gradients 12.0 and 14.0."""
 
 
+def _dimensions(arguments: Mapping[str, Any]) -> str:
+    """One array holds the gate and up in halves, of which parts would have one alone."""
+    return "gate: ... !e -> ... !d" if arguments["up"] is None else "gate: ... d, up: ... d -> ... d"
+
+
+@shares(_dimensions)
 @usual_promotion
 def gated_activation(
     gate: jax.Array,

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+
+_mean = partial(jnp.mean, axis=-1, keepdims=True)
 
 
 def layer_norm_reference(
@@ -15,13 +20,14 @@ def layer_norm_reference(
     returns_total: bool = False,
     epsilon: float = 1e-6,
     rounds_before_scale: bool = False,
+    mean: Callable[[jax.Array], jax.Array] = _mean,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.layer_norm`. Accumulates in float32 (float64 for float64 inputs)."""
+    """See `pallas_kernels.layer_norm`. Accumulates in float32 (float64 for float64 inputs). mean: of rows."""
     total = x if residual is None else x + residual
     wide = jnp.promote_types(x.dtype, jnp.float32)
     value = total.astype(wide)
-    centered = value - jnp.mean(value, axis=-1, keepdims=True)
-    y = centered * jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
+    centered = value - mean(value)
+    y = centered * jax.lax.rsqrt(mean(jnp.square(centered)) + epsilon)
     if rounds_before_scale:
         y = y.astype(x.dtype)
     else:

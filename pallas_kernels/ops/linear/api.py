@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from pallas_kernels.ops.linear.config import preferred, tuned_config, tuned_key
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward, linear_mosaic
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.odd_sizes import matmul
 from pallas_kernels.primitives.platform import varying_alike
@@ -37,6 +39,16 @@ from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_missing
 
 
+def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Array:
+    """Computes the layer where features are cut: what follows the product follows the sum of the parts' products."""
+    given = dict(arguments)
+    x, w, dtype = given.pop("x"), given.pop("w"), given["out_dtype"]
+    wide = None if dtype is None else jnp.promote_types(x.dtype, dtype)
+    product = sums["k"].total(linear(x, w, out_dtype=wide, implementation=given.pop("implementation")))
+    return linear_reference(product, w, **given, multiply=lambda rows, *_, **__: rows)
+
+
+@shares("x: ... +k, w: k n, bias: n, residual: ... n -> ... n", _from_parts, scatters=True)
 @usual_promotion
 def linear(
     x: jax.Array,

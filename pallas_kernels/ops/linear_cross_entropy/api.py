@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from pallas_kernels.ops.cross_entropy.api import (
 )
 from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import scale_in_place
+from pallas_kernels.ops.cross_entropy.parts import cross_entropy_of_part, dimensions, loss_from_parts
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.ops.linear_cross_entropy.config import (
     LossConfig,
@@ -38,6 +40,7 @@ from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu_vjp import gradients
 from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
 from pallas_kernels.ops.linear_cross_entropy.slopes import RowSlopes
 from pallas_kernels.primitives.checks import as_arrays
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import COLUMNS, FEWEST_OUTPUTS, operands_unsupported
 from pallas_kernels.primitives.hopper import TMA_ROWS
 from pallas_kernels.primitives.odd_sizes import MATRICES, matmul, padding_of
@@ -45,6 +48,17 @@ from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_a
 from pallas_kernels.primitives.settings import usual_promotion
 
 
+def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Array:
+    def losses(reduction: str) -> jax.Array:
+        if "v" in sums:
+            logits = linear_reference(arguments["hidden"], arguments["w"])
+            return cross_entropy_of_part(logits, arguments, sums["v"], reduction)
+        return linear_cross_entropy(**{**arguments, "reduction": reduction})
+
+    return loss_from_parts(losses, arguments, sums)
+
+
+@shares(partial(dimensions, inputs="hidden: ... k, w: k +v"), _from_parts)
 @usual_promotion
 def linear_cross_entropy(
     hidden: jax.Array,

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_linear, check_operands
 from pallas_kernels.ops._products.norm import as_rows
 from pallas_kernels.ops.linear import api as linear_api
+from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.ops.linear_residual_norm.config import is_preferred
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_mosaic
 from pallas_kernels.ops.linear_residual_norm.reference import linear_residual_norm_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 
+def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """Computes the layer where features are cut: what follows the product follows the sum of the parts' products."""
+    x, w = arguments["x"], arguments["w"]
+    product = sums["k"].total(linear_api.linear(x, w))
+    after = {name: arguments[name] for name in ("bias", "residual")}
+    total = linear_reference(product, w, **after, multiply=lambda rows, *_, **__: rows)
+    wide = jnp.promote_types(total.dtype, jnp.float32)
+    return total, jnp.mean(jnp.square(total.astype(wide)), axis=-1)
+
+
+@shares("x: ... +k, w: k !n, residual: ... n, bias: n -> ... n, ...", _from_parts, scatters=True)
 @usual_promotion
 def linear_residual_norm(
     x: jax.Array,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import (
@@ -19,6 +22,7 @@ from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
 from pallas_kernels.ops.lora_linear.mosaic_gpu_vjp import lora_linear_backward
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
@@ -26,6 +30,13 @@ from pallas_kernels.primitives.settings import usual_promotion
 MOST_RANK = 128
 
 
+def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Array:
+    """Computes the layer where features are cut: it is a sum over them, but for the bias."""
+    bias, total = arguments["bias"], sums["k"].total(lora_linear(**{**arguments, "bias": None}))
+    return total if bias is None else (total.astype(jnp.float32) + bias).astype(total.dtype)
+
+
+@shares("x: ... +k, w: k n, a: k !r, b: r n, bias: n -> ... n", _from_parts, scatters=True)
 @usual_promotion
 def lora_linear(
     x: jax.Array,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
 from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.ops.rope.tables import check_tables, row_tables
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_integer
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.row_tiles import HEAD_SIZES
@@ -26,6 +28,24 @@ from pallas_kernels.primitives.settings import usual_promotion
 _BIASES = ("the bias of w_q", "the bias of w_k", "the bias of w_v")
 
 
+def _dimensions(arguments: Mapping[str, Any]) -> str:
+    """With heads, devices have whole ones, those of keys with their queries'."""
+    is_apart = arguments["head_size"] is not None
+    query, key = ("(g r c)", "(g c)") if is_apart else ("(g r)", "g")
+    results = "... (g r) !c, ... g c, ... g c" if is_apart else "... (g r), ... g, ... g"
+    weights = f"w_q: k {query}, w_k: k {key}, w_v: k {key}, bias.0: {query}, bias.1: {key}, bias.2: {key}"
+    tables = ", ".join(f"rope.{name}: {_table_dimensions(arguments, name)}" for name in ("cos", "sin"))
+    norms = "norm.scale: !e, norm.bias: e, norm.mean_square: ..., q_norm.scale: c, k_norm.scale: c"
+    return f"x: ... k, {weights}, {norms}, rope.positions: ..., {tables} -> {results}"
+
+
+def _table_dimensions(arguments: Mapping[str, Any], name: str) -> str:
+    table = None if arguments["rope"] is None else getattr(arguments["rope"], name)
+    has_heads = table is not None and table.ndim == arguments["x"].ndim + 1
+    return "... u !t" if has_heads else "... !t"
+
+
+@shares(_dimensions)
 @usual_promotion
 def qkv_projection(
     x: jax.Array,

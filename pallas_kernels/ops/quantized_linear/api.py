@@ -25,6 +25,7 @@ from pallas_kernels.ops.quantized_linear.reference import quantized_linear_refer
 from pallas_kernels.ops.quantized_linear.weight import DTYPES as WEIGHT_DTYPES
 from pallas_kernels.ops.quantized_linear.weight import GROUP_SIZES, QuantizedWeight
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES
 from pallas_kernels.primitives.integers import SPAN, is_packed_dtype
@@ -35,6 +36,7 @@ _LINE_BYTES = 128
 """Features of an output that come at once: rows of the weights are whole multiples."""
 
 
+@shares("x: ... k, w.values: n k, w.scales: q n, bias: n, residual: ... n -> ... n")
 @usual_promotion
 def quantized_linear(
     x: jax.Array,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 
 from pallas_kernels.dispatch import Implementation
@@ -9,9 +12,17 @@ from pallas_kernels.ops._norms.apply import check_arguments, dispatch_norm
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays, optional_arrays, static_flag
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.settings import usual_promotion
 
 
+def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> Any:
+    """Computes the norm where features are cut: means are over all parts."""
+    given = {name: value for name, value in arguments.items() if name != "implementation"}
+    return rms_norm_reference(**given, mean=sums["d"].mean)
+
+
+@shares("x: ... +d, scale: d, residual: ... d -> ... d, ... d", _from_parts)
 @usual_promotion
 def rms_norm(
     x: jax.Array,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +15,21 @@ from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 from pallas_kernels.ops.rope.reference import rope_reference
 from pallas_kernels.ops.rope.tables import check_tables, rotating, row_tables
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays, positive_number, static_flag, static_integer
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 HEAD_SIZES = (16, 32, 64, 128, 256, 512)
 
 
+def _dimensions(arguments: Mapping[str, Any]) -> str:
+    heads = "h" if arguments["key"] is None else "(g r)"
+    tables = "t !c | b t c | b t u c"
+    arrays = f"query: b t {heads} !d, key: b t g d, positions: t | b t, cos: {tables}, sin: {tables}"
+    return f"{arrays} -> b t {heads} d, b t g d"
+
+
+@shares(_dimensions)
 @usual_promotion
 def rope(
     query: jax.Array,

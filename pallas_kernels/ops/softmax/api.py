@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +17,21 @@ from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
 from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
 from pallas_kernels.ops.softmax.reference import softmax_reference
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays, static_flag, static_integer
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
 
+def _dimensions(arguments: Mapping[str, Any]) -> str:
+    x, axis = arguments["x"], arguments["axis"] % arguments["x"].ndim
+    whole = {axis, x.ndim - 2} if arguments["is_causal"] else {axis}
+    names = " ".join(f"!n{place}" if place in whole else f"n{place}" for place in range(x.ndim))
+    return f"x: {names}, mask: {names} -> {names}"
+
+
+@shares(_dimensions)
 @usual_promotion
 def softmax(
     x: jax.Array,
