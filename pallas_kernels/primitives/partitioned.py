@@ -31,7 +31,8 @@ from jax.interpreters import ad, batching, mlir
 from pallas_kernels.primitives.dimensions import Dimensions
 from pallas_kernels.primitives.interpreter import reason_against
 from pallas_kernels.primitives.platform import is_interpreted
-from pallas_kernels.primitives.sharded import Shared, mesh_of, needed, notify, shared_by, with_pullback
+from pallas_kernels.primitives.sharded import Shared, shared_by, with_pullback
+from pallas_kernels.primitives.shared_call import mesh_of, needed, notify
 from pallas_kernels.specs import Static
 
 INSIDE_SHARD_MAP = "a kernel sees one device; call the operation inside jax.shard_map"

@@ -98,9 +98,9 @@ def layer(x, weights, implementation=None) -> Any:
     norm, rope = Norm(scale=weights["norm"]), Rope(positions=jnp.arange(x.shape[1]))
     heads = [weights[name] for name in ("query", "key", "value")]
     query, key, value = qkv_projection(x, *heads, head_size=128, norm=norm, rope=rope, **given)
-    out = attention(query, key, value, is_causal=True, **given)
+    out: Any = attention(query, key, value, is_causal=True, **given)
     x = linear(jnp.reshape(out, x.shape), weights["out"], residual=x, **given)
-    normed = rms_norm(x, weights["norm_2"], **given)
+    normed: Any = rms_norm(x, weights["norm_2"], **given)
     wide = gated_linear(normed, weights["gate"], weights["up"], **given)
     return linear(wide, weights["down"], residual=x, **given)
 

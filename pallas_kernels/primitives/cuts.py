@@ -1,0 +1,155 @@
+"""How one call's arrays are cut over devices, and sums over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from pallas_kernels.primitives.dimensions import (
+    ROWS,
+    Axes,
+    Rule,
+    axes_at,
+    names_in,
+    spec_of,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """Sums over the devices that share a name, for `Dimensions.parts`.
+
+    axes: over which the name is cut. scattered: the dimension of the results along which each device keeps its part of
+    the sum alone, or None where it keeps the sum.
+    """
+
+    axes: Axes
+    scattered: int | None = None
+
+    def total(self, part: jax.Array) -> jax.Array:
+        """Returns the sum of all devices' arrays, or this device's part of it."""
+        if self.scattered is None:
+            return lax.psum(part, self.axes)
+        return lax.psum_scatter(part, self.axes, scatter_dimension=self.scattered, tiled=True)
+
+    def mean(self, part: jax.Array) -> jax.Array:
+        """Returns the mean over the last dimension, which is cut, and which the result has with size 1."""
+        return lax.pmean(jnp.mean(part, axis=-1, keepdims=True), self.axes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How one call's arrays are cut.
+
+    axes_of: the mesh axes of each name that is cut. sizes: of each name's part. sums: for `Dimensions.parts`.
+    along: the names along which these scatter, and over how many devices. scattered: for results that are sums over
+    devices, the dimensions that are scattered and the axes.
+    """
+
+    axes_of: Mapping[str, Axes]
+    sizes: Mapping[str, int]
+    along: Mapping[str, int]
+    sums: Mapping[str, Sums]
+    scattered: tuple[Mapping[int, Axes], ...]
+
+    @property
+    def shared(self) -> Axes:
+        """The axes over which the work is cut, without sums for it."""
+        summed = {axis for each in self.sums.values() for axis in each.axes}
+        return tuple(axis for axes in self.axes_of.values() for axis in axes if axis not in summed)
+
+    def sizes_of(self, summed: frozenset[str]) -> Mapping[str, int]:
+        """The sizes of parts of an array that has these names of sums: they are not scattered."""
+        if summed:
+            return self.sizes
+        return {name: size // self.along.get(name, 1) for name, size in self.sizes.items()}
+
+    def own(self, dimensions: Sequence[tuple[str, ...]]) -> Axes:
+        """The axes over which an array is cut."""
+        names = names_in(dimensions)
+        return tuple(axis for name, axes in self.axes_of.items() if name in names for axis in axes)
+
+    def lacked(self, dimensions: Sequence[tuple[str, ...]]) -> Axes:
+        """The axes over which the work is cut, but not this array."""
+        own = self.own(dimensions)
+        return tuple(axis for axis in self.shared if axis not in own)
+
+
+def cut_of(rule: Rule, sizes: Mapping[str, int], asked: Sequence[Any]) -> tuple[Cut, list[PartitionSpec]]:
+    """Returns how a call's arrays are cut, and their partition specs.
+
+    sizes: of the mesh axes. asked: the partition spec that XLA has for each array, operands before results.
+    """
+    axes_of = rule.assigned(sizes, asked)
+    count = len(rule.operands)
+    results = list(zip(rule.results, asked[count:], strict=True))
+    sums: dict[str, Sums] = {}
+    along: dict[str, Axes] = {}
+    for name in sorted(rule.summed & axes_of.keys()):
+        axes, place = axes_of[name], None
+        if rule.primal is None and rule.scatters:
+            found = [_scattered(rule, own, spec, axes, axes_of, sizes) for own, spec in results]
+            if len(found[0]) == 1 and all(each == found[0] for each in found) and set(*found[0].values()) == set(axes):
+                (place,) = found[0]
+                along[rule.results[0][place][0]] = axes
+        key = ROWS if name.startswith(ROWS) else name
+        others = sums[key].axes if key in sums else ()
+        sums[key] = Sums(axes=(*others, *axes), scattered=place)
+    parts = {name: size // prod(sizes[axis] for axis in axes_of.get(name, ())) for name, size in rule.sizes.items()}
+    counts = {name: prod(sizes[axis] for axis in axes) for name, axes in along.items()}
+    cut = Cut(axes_of=axes_of, sizes=parts, along=counts, sums=sums, scattered=())
+    with_scattered = {**axes_of, **along}
+    specs = [spec_of(own, axes_of if names_in(own) & rule.summed else with_scattered) for own in rule.arrays]
+    if rule.primal is None:
+        return replace(cut, scattered=({},) * len(results)), specs
+    scattered = [_scattered(rule, own, spec, cut.lacked(own), axes_of, sizes) for own, spec in results]
+    for i, each in enumerate(scattered):
+        entries = list(specs[count + i])
+        for place, axes in each.items():
+            entries[place] = axes
+        specs[count + i] = PartitionSpec(*entries)
+    return replace(cut, scattered=tuple(scattered)), specs
+
+
+def _scattered(
+    rule: Rule,
+    dimensions: Sequence[tuple[str, ...]],
+    asked: Any,
+    summed: Axes,
+    axes_of: Mapping[str, Axes],
+    sizes: Mapping[str, int],
+) -> dict[int, Axes]:
+    """Returns the dimensions of a result along which a sum over devices is to be cut over them, with the axes."""
+    found = {}
+    for place, own in enumerate(dimensions):
+        axes = axes_at(asked, place)
+        is_free = len(own) == 1 and own[0] not in axes_of and own[0] not in rule.whole
+        if axes and set(axes) <= set(summed) and is_free and rule.sizes[own[0]] % prod(sizes[a] for a in axes) == 0:
+            found[place] = axes
+    return found
+
+
+def summed(part: jax.Array, axes: Axes, scattered: Mapping[int, Axes]) -> jax.Array:
+    """Returns the sum of all devices' parts over mesh axes, of which each device keeps its part where it is asked."""
+    if not axes:
+        return part
+    # In float32 what has few bytes, such as a scale's gradient; XLA adds up others in their own dtype.
+    total = part.astype(jnp.float32) if part.ndim == 1 and part.dtype.itemsize < 4 else part
+    for place, over in scattered.items():
+        total = lax.psum_scatter(total, over, scatter_dimension=place, tiled=True)
+    if rest := tuple(axis for axis in axes if axis not in sum(scattered.values(), ())):
+        total = lax.psum(total, rest)
+    return total.astype(part.dtype)
+
+
+def varying(array: jax.Array, axes: Axes) -> jax.Array:
+    """Marks an array as varying over mesh axes."""
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(array).manual_axis_type.varying)
+    return lax.pcast(array, missing, to="varying") if missing else array
