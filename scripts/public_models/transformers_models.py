@@ -83,7 +83,7 @@ def vit(folder: Path, dtype: Any, sizes: Stack) -> Program:
     def loss(out: Any, _: Any, labels: jax.Array) -> jax.Array:
         return _cross_entropy(out.logits, labels).mean()
 
-    size = f"{sizes.batch} images, width {sizes.width}"
+    size = str(sizes)
     return linen_program(module, (images,), {"deterministic": False}, loss, size=size, batch=(images, labels, KEY))
 
 

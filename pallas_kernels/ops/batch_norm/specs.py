@@ -54,12 +54,12 @@ BATCH_NORM = OpSpec(
     differentiable=("x", "scale", "bias"),
     batched=("x",),
     arg_specs=(
+        _call(72, 1024),
         _call(9, 512),
         _call(3, 3, 300, dtype="float32"),
         _call(6, 1152, parameter_dtype="float32"),
         _call(5, 257, dtype="float16"),
         _call(24, 128, dtype="float32", mean=100.0),
-        _call(72, 1024),
         _call(66, 300, dtype="float32", mean=100.0),
         _call(1, 256, dtype="float32"),
         _call(8, 127, tags="test ragged"),

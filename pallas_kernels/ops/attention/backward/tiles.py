@@ -68,6 +68,10 @@ class Lane(NamedTuple):
         return place if self.part is None else (self.part, *place)
 
 
+_AXES = 4
+"""Of dkey and dvalue: batch, keys, heads, columns."""
+
+
 class KeyGradients(NamedTuple):
     """References to dkey and dvalue, which have a leading axis for the parts if there are several."""
 
@@ -76,10 +80,11 @@ class KeyGradients(NamedTuple):
 
     @staticmethod
     def types(key: jax.Array, value: jax.Array, parts: int) -> list[jax.ShapeDtypeStruct]:
-        """The result types of a kernel: dkey and dvalue, or one array with the parts of both."""
-        if parts > 1:
+        """The result types of a kernel: dkey and dvalue, or one array with the parts of both if they are alike."""
+        several = (parts,) if parts > 1 else ()
+        if several and key.shape == value.shape:
             return [jax.ShapeDtypeStruct((2, parts, *key.shape), key.dtype)]
-        return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (key, value)]
+        return [jax.ShapeDtypeStruct((*several, *array.shape), array.dtype) for array in (key, value)]
 
     @classmethod
     def of(cls, results: list[Any]) -> KeyGradients:
@@ -89,7 +94,8 @@ class KeyGradients(NamedTuple):
     @staticmethod
     def summed(results: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """dkey and dvalue, of results of `types`."""
-        dkey, dvalue = results if len(results) == 2 else map(added, results[0])
+        each = results if len(results) == 2 else results[0]
+        dkey, dvalue = (added(parts) if parts.ndim > _AXES else parts for parts in each)
         return dkey, dvalue
 
 
