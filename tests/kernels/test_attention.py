@@ -19,8 +19,9 @@ from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.forward.producer import Block
 from pallas_kernels.ops.attention.forward.schedule import Schedule
+from pallas_kernels.ops.attention.head_tiles import widened
 from pallas_kernels.ops.attention.masking import Masking, Side, segment_key_tiles, segment_query_tiles
-from pallas_kernels.ops.attention.problem import masking_of, problem_of, widened
+from pallas_kernels.ops.attention.problem import masking_of, problem_of
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.ops.attention.scores import capped
 from pallas_kernels.ops.attention.specs import ATTENTION

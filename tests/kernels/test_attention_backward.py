@@ -19,8 +19,9 @@ from pallas_kernels.ops.attention.backward import keys_launch
 from pallas_kernels.ops.attention.backward.config import default_backward, one_kernel, usual_two
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.backward.tiles import Visits, block_place
+from pallas_kernels.ops.attention.head_tiles import widened
 from pallas_kernels.ops.attention.masking import TileRange
-from pallas_kernels.ops.attention.problem import problem_of, widened
+from pallas_kernels.ops.attention.problem import problem_of
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.random import keep_mask

@@ -29,7 +29,8 @@ from pallas_kernels.ops.attention.forward.config import (
     preferred,
 )
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
-from pallas_kernels.ops.attention.problem import Extras, Problem, problem_of, widened
+from pallas_kernels.ops.attention.head_tiles import widened
+from pallas_kernels.ops.attention.problem import Extras, Problem, problem_of
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.ops.attention.specs import ATTENTION
 

@@ -14,7 +14,8 @@ from draws import normal
 from pallas_kernels.ops.attention import problem, reference
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.few_queries import decodes, packed
-from pallas_kernels.ops.attention.problem import facts_of, tiles_of
+from pallas_kernels.ops.attention.head_tiles import tiles_of
+from pallas_kernels.ops.attention.problem import facts_of
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.specs import seeds_of
 

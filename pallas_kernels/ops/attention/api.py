@@ -14,8 +14,8 @@ from pallas_kernels.ops.attention.cudnn import cudnn_attention, cudnn_unsupporte
 from pallas_kernels.ops.attention.few_queries import decoded, decodes, pack, packed, unpack
 from pallas_kernels.ops.attention.forward.config import preferred
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
+from pallas_kernels.ops.attention.head_tiles import HEAD_SIZES, tiles_of, widened
 from pallas_kernels.ops.attention.problem import (
-    HEAD_SIZES,
     Extras,
     Options,
     Problem,
@@ -25,8 +25,6 @@ from pallas_kernels.ops.attention.problem import (
     check,
     extras_of,
     facts_of,
-    tiles_of,
-    widened,
 )
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_flag

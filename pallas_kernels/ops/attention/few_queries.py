@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ops.attention.problem import Problem, wider
+from pallas_kernels.ops.attention.head_tiles import wider
+from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import ScoreRule
 from pallas_kernels.primitives.platform import target_device, varying_like

@@ -17,7 +17,8 @@ from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.few_queries import pack, packed, unpack
 from pallas_kernels.ops.attention.forward.config import forward_candidates, known
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
-from pallas_kernels.ops.attention.problem import Extras, Problem, facts_of, masking_of, problem_of, segments_of, widened
+from pallas_kernels.ops.attention.head_tiles import widened
+from pallas_kernels.ops.attention.problem import Extras, Problem, facts_of, masking_of, problem_of, segments_of
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.spec_builders import arg_spec, backward_passes, call_name, calls, traffic, variants
 from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, ErrorBound, Fill, OpSpec

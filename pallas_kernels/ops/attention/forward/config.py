@@ -7,7 +7,8 @@ from functools import partial
 
 from pallas_kernels import tuning
 from pallas_kernels.ops.attention.cost import cheapest, launch_cost
-from pallas_kernels.ops.attention.problem import LEAST_SIZE, Problem
+from pallas_kernels.ops.attention.head_tiles import LEAST_SIZE
+from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.platform import target_device
 
 ROWS = 64
