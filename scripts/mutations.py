@@ -41,8 +41,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "products leave their bias out": (
         "pallas_kernels/primitives/gemm/epilogue.py",
-        "product if bias is None else product + bias for",
-        "product for",
+        "product + bias for product, bias in zip(",
+        "product for product, bias in zip(",
         "tests/kernels/test_gemm.py -k test_epilogue_order",
     ),
     "label smoothing counts no logits": (

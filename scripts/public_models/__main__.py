@@ -345,8 +345,9 @@ H200 without a GPU; "before" is XLA, "after" is the same program through `fuse` 
   counted only. Where `fuse` moves over 0.5 % more bytes or is estimated to take over 0.5 % longer, it says "worse":
   Griffin's kernels read a residual that XLA adds up again in each reader, two norms of the Evoformer inputs that XLA
   casts on the way.
-- Rows of lm1b, griffin, evoformer and graphnet, and of haiku_lm's, vit's, lstm's and unet's gradient and step were
-  compiled with earlier rules and estimates.
+- The rows were compiled before `fuse` took rotations by tables of whole heads, gates with biases and norms of sums with
+  dropout; those of lm1b, griffin, evoformer and graphnet, and of haiku_lm's, vit's, lstm's and unet's gradient and
+  step, with yet earlier rules and estimates.
 - Measured are sums of kernel times on {gpus}, both programs in turns (`--times`); what has none was not timed. The
   counts may be newer than the times.
 - Most of what `fuse` refuses, XLA fuses with its neighbours. Recurrent cells gain nothing.

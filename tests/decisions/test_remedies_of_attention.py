@@ -11,7 +11,7 @@ from hlo_analysis.catalogue import PATTERNS, Kernel
 from hlo_analysis.decisions import categories
 from hlo_analysis.hotspots import remedies as hotspots
 from hlo_analysis.records import Value
-from hlo_analysis.remedies import texts
+from hlo_analysis.remedies import grouped, texts
 
 
 def attention() -> Program:
@@ -52,7 +52,7 @@ def test_a_kernel_covers_a_pattern_that_there_is() -> None:
 
 
 def test_every_pattern_of_a_remedy_is_known() -> None:
-    remedies = (*vars(texts).values(), *vars(hotspots).values())
+    remedies = (*vars(texts).values(), *vars(grouped).values(), *vars(hotspots).values())
     found = [found.pattern for found in remedies if isinstance(found, texts.Remedy) and found.pattern]
     assert set(found) == set(PATTERNS)
 

@@ -157,7 +157,6 @@ FUSED_BY_XLA = {
     "behind": (lambda x, s, w: jnp.tanh(norm(x, s)), "reads its result (tanh)"),
     "epilogue": (lambda x, s, w: jax.nn.relu(x.astype(jnp.float32) @ s[:, None] * w[0, 0] @ s[None] + s), "epilogue"),
     "slice": (lambda x, s, w: norm((w @ w)[:, 1:-1], s[1:-1]), "the slice that x is"),
-    "norm behind norm": (lambda x, s, w: norm(w + norm(x, s), s) @ w, "which computes"),
 }
 
 
@@ -169,6 +168,13 @@ def test_a_site_that_xla_fuses_with_its_neighbours_is_refused(name):
     assert not [site for site in plan.sites if site.operation in ("rms_norm", "softmax")]
     assert any(reason in refusal.reason for refusal in plan.refusals)
     assert planned(fn, x, SCALE, w, ops=("rms_norm", "softmax", "bias_activation")).sites
+
+
+def test_a_norm_of_a_sum_with_another_norm_serves_gradients_alone():
+    plan = planned(lambda x, s, w: norm(w + norm(x, s), s) @ w, W, SCALE, W)
+    norms = [site for site in plan.sites if site.operation == "rms_norm"]
+    assert norms
+    assert all(site.is_for_gradients for site in norms)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])

@@ -108,7 +108,7 @@ def test_the_time_is_grouped_and_adds_up(page: Page):
     page.choose("#times-by", "pass")
     assert page.text("#times-list .who") == "forward"
     page.click("#times-list summary")
-    assert page.count("#times-list .inner li") == len(analysis.launches)
+    page.wait(f"document.querySelectorAll('#times-list .inner li').length === {len(analysis.launches)}")
     page.click("#times-list .inner button")
     assert page.run("document.getElementById('card').open") is True
 
