@@ -81,9 +81,8 @@ def test_attention_looks_up_both_passes(own):
         "before=all after=0 with=nothing"
     )
     masking = Masking(queries=4096, keys=4096, right=0)
-    problem = Problem(
-        batch=4, heads=32, key_heads=8, head_size=128, dtype=jnp.dtype("bfloat16"), masking=masking, scale=1.0
-    )
+    sizes = {"batch": 4, "heads": 32, "key_heads": 8, "head_size": 128, "value_size": 128}
+    problem = Problem(**sizes, dtype=jnp.dtype("bfloat16"), masking=masking, scale=1.0)
     assert attention.known(problem) == known
     forward, backward = "no ping-pong", "two kernels"
     with jax.sharding.use_abstract_mesh(MESH):
@@ -98,9 +97,8 @@ def test_attention_looks_up_both_passes(own):
 
 def test_attention_is_known_by_all_its_keys_also_where_few_are_seen(own):
     masking = Masking(queries=848, keys=3656, right=0)
-    problem = Problem(
-        batch=8, heads=12, key_heads=12, head_size=64, dtype=jnp.dtype("bfloat16"), masking=masking, scale=1.0
-    )
+    sizes = {"batch": 8, "heads": 12, "key_heads": 12, "head_size": 64, "value_size": 64}
+    problem = Problem(**sizes, dtype=jnp.dtype("bfloat16"), masking=masking, scale=1.0)
     key = tuning.key_of("attention", "backward", attention.known(problem))
     with jax.sharding.use_abstract_mesh(MESH):
         untuned = backward_choice.tuned_backward(problem)

@@ -243,7 +243,8 @@ def _is_far(problem: Problem) -> bool:
     Softcap bounds scores, and so does the range of float16. The kernels take all others to be above `LOWEST_SCORE`.
     """
     assert problem.mask_value is not None
-    largest = problem.softcap or problem.head_size * abs(problem.scale) * float(jnp.finfo(problem.dtype).max) ** 2
+    most = float(jnp.finfo(problem.dtype).max)
+    largest = problem.softcap or problem.head_size * abs(problem.scale) * most * most  # of float64: infinity
     largest = math.inf if problem.has_bias or problem.has_sinks else largest + _UNDERFLOW
     return problem.mask_value <= max(LOWEST_SCORE, -largest)
 

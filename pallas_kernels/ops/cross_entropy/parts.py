@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.cross_entropy.reference import label_kinds
+from pallas_kernels.ops.cross_entropy.reference import label_kinds, loss_of_rows, reduce_loss
 
 
 def dimensions(arguments: Mapping[str, Any], inputs: str) -> str:
@@ -40,7 +40,7 @@ def cross_entropy_of_part(
 
     arguments: of `cross_entropy`. vocabulary: the `Sums` over the devices that have the other columns.
     """
-    labels, smoothing, z_loss = (arguments[name] for name in ("labels", "label_smoothing", "z_loss"))
+    labels = arguments["labels"]
     labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
     part = logits.shape[-1]
     size = part * lax.axis_size(vocabulary.axes)
@@ -50,14 +50,8 @@ def cross_entropy_of_part(
     log_sum = jnp.log(vocabulary.total(jnp.sum(jnp.exp(shifted), axis=-1)))
     own = labels.astype(jnp.int32) - lax.axis_index(vocabulary.axes) * part
     found = jnp.take_along_axis(shifted, jnp.clip(own, 0, part - 1)[..., None], axis=-1)[..., 0]
-    loss = log_sum - (1 - smoothing) * vocabulary.total(jnp.where((own >= 0) & (own < part), found, 0))
-    if smoothing:
-        loss -= smoothing / size * vocabulary.total(jnp.sum(shifted, axis=-1))
-    if z_loss:
-        loss += z_loss * jnp.square(maximum + log_sum)
-    is_ignored, is_valid = label_kinds(labels, size, arguments["ignore_index"])
-    loss = jnp.where(is_valid, loss, jnp.where(is_ignored, 0, jnp.nan))
-    if reduction == "none":
-        return loss
-    total = jnp.sum(loss)
-    return total if reduction == "sum" else total / jnp.maximum(1, jnp.sum(~is_ignored)).astype(total.dtype)
+    target = vocabulary.total(jnp.where((own >= 0) & (own < part), found, 0))
+    mean = vocabulary.total(jnp.sum(shifted, axis=-1)) / size if arguments["label_smoothing"] else None
+    kinds = label_kinds(labels, size, arguments["ignore_index"])
+    terms = {name: arguments[name] for name in ("ignore_index", "label_smoothing", "z_loss")}
+    return reduce_loss(loss_of_rows(log_sum, maximum, target, mean, kinds, **terms), kinds[0], reduction)

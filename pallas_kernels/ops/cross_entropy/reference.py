@@ -23,17 +23,38 @@ def cross_entropy_reference(
     shifted = wide - maximum[..., None]
     log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
     target = jnp.take_along_axis(shifted, jnp.clip(labels, 0, vocabulary - 1)[..., None], axis=-1)[..., 0]
-    is_ignored, is_valid = label_kinds(labels, vocabulary, ignore_index)
+    kinds = label_kinds(labels, vocabulary, ignore_index)
+    mean = jnp.mean(shifted, axis=-1) if label_smoothing else None
+    terms = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    loss = loss_of_rows(log_sum, maximum, target, mean, kinds, **terms)
+    return reduce_loss(loss, kinds[0], reduction)
+
+
+def loss_of_rows(
+    log_sum: jax.Array,
+    maximum: jax.Array,
+    target: jax.Array,
+    mean: jax.Array | None,
+    kinds: tuple[jax.Array, jax.Array],
+    *,
+    ignore_index: int | None,
+    label_smoothing: float,
+    z_loss: float,
+) -> jax.Array:
+    """Returns the loss of each row.
+
+    log_sum: of the exponentials of the row's logits less their maximum. target, mean: the label's of these logits, and
+    their mean, which only label smoothing takes. kinds: of the labels, by `label_kinds`.
+    """
+    is_ignored, is_valid = kinds
     loss = log_sum - (1 - label_smoothing) * target
     if ignore_index is None:  # a label outside the vocabulary is a row of zeros
         loss = jnp.where(is_valid, loss, label_smoothing * log_sum)
-    if label_smoothing:
-        loss -= label_smoothing * jnp.mean(shifted, axis=-1)
+    if mean is not None:
+        loss -= label_smoothing * mean
     if z_loss:
         loss += z_loss * jnp.square(maximum + log_sum)
-    if ignore_index is not None:
-        loss = _where_labelled(loss, is_ignored, is_valid)
-    return reduce_loss(loss, is_ignored, reduction)
+    return loss if ignore_index is None else _where_labelled(loss, is_ignored, is_valid)
 
 
 @jax.jit
