@@ -30,7 +30,7 @@ class Advice:
 
     @property
     def first(self) -> Hotspot:
-        """Returns the hotspot furthest above its need, which has the remedy."""
+        """Returns the largest hotspot, whose remedy the card shows."""
         return self.hotspots[0]
 
     @property
@@ -119,7 +119,7 @@ def listed(analysis: Analysis) -> tuple[Hotspot, ...]:
 
 
 def program_us(analysis: Analysis) -> float:
-    """Returns the time of all launches of one run, measured where known."""
+    """Sums the launches of one run in µs, measured where known."""
     return sum(launch.run_us for launch in analysis.launches)
 
 

@@ -78,11 +78,6 @@ def format_flops(count: float) -> str:
     return f"{count:.0f} FLOP"
 
 
-def format_intensity(flops_per_byte: float) -> str:
-    """Formats FLOPs per byte: '0.25 FLOP/B', '139 FLOP/B'."""
-    return f"{flops_per_byte:.{0 if flops_per_byte >= 10 else 2}f} FLOP/B"
-
-
 def format_change(value: float, base: float) -> str:
     """Formats the difference in percent: '−12%', '+3%'; '=' if equal, '' if the base is 0."""
     if value == base:

@@ -24,7 +24,7 @@ from pallas_kernels.primitives.dimensions import (
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Sums over the devices that share a name, for `Dimensions.parts`.
+    """Collective sums over the mesh axes that cut a name, for `Dimensions.parts`.
 
     axes: over which the name is cut. scattered: the dimension of the results along which each device keeps its part of
     the sum alone, or None where it keeps the sum.

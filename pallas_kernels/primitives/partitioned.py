@@ -194,7 +194,7 @@ class Reference:
         return self.function(*arrays)
 
     def differentiated(self, wanted: Sequence[bool], kept: Sequence[Any], *arrays: Any) -> tuple[Any, list[Any]]:
-        """Returns the function's result, where it is differentiated, and nothing for its gradient."""
+        """Returns the function's result, and zeros as residuals, which `gradients` does not read."""
         del wanted
         return self.function(*arrays), [jnp.zeros(each.shape, each.dtype) for each in kept]
 

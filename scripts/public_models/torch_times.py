@@ -1,4 +1,4 @@
-"""Times training steps of the same models in PyTorch, by torch.compile, on the attached GPU, for docs/public-models.md.
+"""Times torch.compile training steps of the same models on the attached GPU, for docs/public-models.md.
 
     python scripts/public_models/torch_times.py [MODEL ...] --layers 8 [--mode default] [--results FILE]
 

@@ -292,7 +292,7 @@ def test_z_loss(sites, name):
 
 @pytest.mark.parametrize("name", SMOOTHED)
 def test_label_smoothing(sites, name):
-    """Of labels outside the vocabulary, too: there the smoothing alone is left."""
+    """Also for labels outside the vocabulary, which leave the smoothing term alone."""
     told = []
     assert sites(SMOOTHED[name], LOGITS, LABELS.at[3].set(40), told=told.append) == ["cross_entropy"]
     smoothing = 0.1 * 32 / 31 if name == "chosen" else 0.1

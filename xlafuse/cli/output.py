@@ -17,7 +17,7 @@ from xlafuse.cli.errors import InputError
 
 
 class Format(StrEnum):
-    """What a command prints."""
+    """Output formats of a command."""
 
     text = "text"
     markdown = "markdown"

@@ -15,7 +15,7 @@ from xlafuse.models.plan import FusionPlan
 
 
 class Routing(NamedTuple):
-    """Where tokens go: each has a row for every expert that it goes to, and rows are sorted by expert.
+    """The routing of tokens: a row for each token and chosen expert, sorted by expert.
 
     weights: (tokens, experts a token), of each expert's result. order: (rows,), the pair of token and choice that each
     row is; place: the row of each pair. sizes: (experts,), the rows of each.
@@ -63,7 +63,7 @@ class Experts(nnx.Module):
             return jnp.sum(parts * routing.weights[..., None], axis=1).astype(dtype).reshape(x.shape)
 
     def route(self, tokens: Array) -> Routing:
-        """Chooses the experts of tokens (tokens, hidden)."""
+        """Routes tokens (tokens, hidden) to their top-k experts."""
         router, wide = self.router[...].astype(tokens.dtype), jnp.promote_types(tokens.dtype, jnp.float32)
         scores, chosen = lax.top_k(jnp.dot(tokens, router, preferred_element_type=wide), self.config.experts_per_token)
         chosen = chosen.reshape(-1)
@@ -95,7 +95,7 @@ def _named(implementation: str) -> str | None:
 
 @jax.custom_vjp
 def rows_of(tokens: Array, order: Array, place: Array) -> Array:
-    """Returns the token of each row, (rows, hidden).
+    """Gathers the token of each row, (rows, hidden).
 
     The gradient gathers each token's rows, too; XLA's own would add rows atomically.
     """

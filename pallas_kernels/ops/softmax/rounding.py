@@ -70,7 +70,7 @@ def online_add(state: tuple[jax.Array, jax.Array], pieces: RowValues) -> tuple[j
 
 
 def pairwise(values: list[jax.Array]) -> jax.Array:
-    """Adds up values pair by pair."""
+    """Sums values pairwise."""
     while len(values) > 1:
         values = [sum(values[i + 1 : i + 2], start=values[i]) for i in range(0, len(values), 2)]
     return values[0]
