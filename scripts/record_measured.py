@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ CASES = tuple(
     f"llama3-8b/{case}"
     for case in ("2x4096/forward", "2x4096/grad", "1x512/forward", "1x1/forward", "16x1/forward", "1x512/grad")
 )
-KEPT = ("final_hlo", "thunk_sequence", "thunk_metadata", "buffer_assignment", "autotune_results", "run", "profile",
-        "ptx_resources", "target_config")  # fmt: skip
+TIMES = ("run", "profile")
+KEPT = ("final_hlo", "thunk_sequence", "thunk_metadata", "buffer_assignment", "autotune_results", "ptx_resources",
+        "target_config", *TIMES)  # fmt: skip
 STRATEGIES = ("xla", "best", "xla_cudnn")
 
 
@@ -54,7 +56,7 @@ def compiled(case: str, strategy: str, target: str) -> Any:
     )
 
 
-def slim(captured: Any) -> Any:
+def slim(captured: Any, keys: Sequence[str] = KEPT) -> Any:
     """The capture with nothing but what the launch table and the times are read from: a tenth of the bytes.
 
     Of each kernel's PTX it keeps the number of instructions, beside its registers.
@@ -67,7 +69,7 @@ def slim(captured: Any) -> Any:
             if text := sources.get(name := kernel["kernel"]):
                 kernel["instructions"] = count_instructions(text, name)
         resources.write_text(json.dumps(kernels), encoding="utf-8")
-    kept = {key: name for key, name in captured.manifest.files.items() if key in KEPT}
+    kept = {key: name for key, name in captured.manifest.files.items() if key in keys}
     for file in captured.path.rglob("*"):
         if file.is_file() and file.relative_to(captured.path).as_posix() not in kept.values():
             file.unlink()

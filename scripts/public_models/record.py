@@ -2,9 +2,10 @@
 
     python scripts/public_models/record.py -o OUT --checkouts FOLDER [--only bert/step ...] [--layers 2] [--at-once 6]
 
-OUT/<model>-<part>.zip is an archive of what XLA made of the program, with its run and profile: `Capture.load` opens it,
-and `analyze` gives estimated and measured times of each launch. Programs compile side by side; a program runs alone.
-Sizes are the real ones, with fewer layers, since equal layers tell nothing new.
+OUT/<GPU>/<model>-<part>.zip is what XLA made of the program, and .json beside it the times of its launches: copy OUT
+over scripts/public_models/recordings. Programs compile side by side; a program runs alone. Where the profile could not
+be read, only the .zip is written, with the profile in it. Sizes are the real ones, with fewer layers, since equal layers
+tell nothing new.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ PARTS = ("step", "forward", "gradient")
 
 
 def record(name: str, part: str, layers: int, timeout: float, checkouts: Path, output: Path) -> str:
-    """Compiles, runs and saves a part of a model; returns a line of its times."""
+    """Compiles, runs and saves a part of a model; returns a line of its times.
+
+    Raises:
+        RuntimeError: no launch was measured; says why.
+    """
     import jax
     import jax.numpy as jnp
-    from record_measured import line, slim
+    from record_measured import KEPT, TIMES, line, slim
     from sources import MODELS
 
     from hlo_analysis import analyze, capture
+    from xlafuse.measurements import Measurements, to_json
 
     whole = runpy.run_path(str(Path(__file__).with_name("__main__.py")), run_name="public_models")
     model = next(each for each in MODELS if each.name == name)
@@ -40,9 +46,18 @@ def record(name: str, part: str, layers: int, timeout: float, checkouts: Path, o
     fn, outer = whole["part_of"](program, part)
     state = (jax.eval_shape(whole["OPTIMIZER"].init, params),) if part == "step" else ()
     step = jax.jit(outer(fn), donate_argnums=(0, 1) if part == "step" else ())
-    captured = slim(capture(step, params, *state, *program.batch, target="attached", measure=True, timeout=timeout))
-    captured.save(output / f"{name}-{part}.zip")
-    return line(f"{name}/{part}", program.size, analyze(captured))
+    captured = capture(step, params, *state, *program.batch, target="attached", measure=True, timeout=timeout)
+    analysis = analyze(captured)
+    measured, told = analysis.measured, line(f"{name}/{part}", program.size, analysis)
+    folder = output / analysis.device.description.split()[1].lower()
+    folder.mkdir(exist_ok=True)
+    if measured is None or not measured.launches:
+        slim(captured).save(folder / f"{name}-{part}.zip")
+        raise RuntimeError(told)
+    recorded = Measurements(title=f"{name}/{part}", strategies={"xla": measured})
+    (folder / f"{name}-{part}.json").write_text(to_json(recorded), encoding="utf-8")
+    slim(captured, [key for key in KEPT if key not in TIMES]).save(folder / f"{name}-{part}.zip")
+    return told
 
 
 def main() -> int:
