@@ -3,9 +3,9 @@
     python scripts/public_models/record.py -o OUT --checkouts FOLDER [--only bert/step ...] [--layers 2] [--at-once 6]
 
 OUT/<GPU>/<model>-<part>.zip is what XLA made of the program, and .json beside it the times of its launches: copy OUT
-over scripts/public_models/recordings. Where the profile could not be read, only the .zip is written, with the profile in
-it. Programs compile side by side; a program runs alone, after all that compile. Sizes are the real ones, with fewer
-layers, since equal layers tell nothing new.
+over scripts/public_models/recordings. Where the profile could not be read, only the .zip is written, with the profile.
+Programs compile side by side; a program runs alone, after all that compile. Sizes are the real ones, with fewer layers,
+since equal layers tell nothing new.
 """
 
 from __future__ import annotations
