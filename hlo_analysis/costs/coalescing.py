@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from hlo_analysis.costs.warp_reads import strided_bytes
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
 from hlo_analysis.hlo.attributes import integers, tile_sizes
 from hlo_analysis.records import LaunchKind
 
-SECTOR_BYTES = 32
 _FETCH_BYTES = 64
 """What the L2 cache fetches from memory at once (default of CUDA's `cudaLimitMaxL2FetchGranularity`)."""
-_WARP = 32
 _ONE_TO_ONE = frozenset({"bitcast", "concatenate", "convert", "copy", "negate", "reshape"})
 
 
-def cache_bytes(module: Module, instruction: Instruction, kind: LaunchKind) -> int:
+def cache_bytes(module: Module, instruction: Instruction, kind: LaunchKind, threads: int = 0) -> int:
     """Returns the bytes that a fusion reads, in whole sectors, and writes; 0 unless its reads are scattered."""
     if instruction.opcode != "fusion":
         return 0
@@ -30,16 +29,10 @@ def cache_bytes(module: Module, instruction: Instruction, kind: LaunchKind) -> i
     if kind == "triton":
         fetched = _tile_bytes(body, tile_sizes(instruction))
         return fetched + instruction.shape.byte_size if fetched else 0
-    if kind != "loop":
+    if kind not in ("loop", "transpose", "reduction"):
         return 0
-    scattered = 0
-    for transpose in body.instructions.values():
-        source = _source(body, transpose) if transpose.opcode == "transpose" else None
-        if source is not None:
-            sectors = _sectors_of_a_warp(transpose, body.instructions[transpose.operands[0]].shape, source)
-            per_result = sectors * SECTOR_BYTES / min(_WARP, transpose.shape.element_count)
-            scattered += round(transpose.shape.element_count * per_result) if sectors else 0
-    return scattered + instruction.shape.byte_size if scattered else 0
+    read = strided_bytes(body.instructions, body.root_instruction, kind, threads)
+    return read + instruction.shape.byte_size if read else 0
 
 
 def _tile_bytes(body: Computation, tiles: Sequence[int]) -> int:
@@ -80,27 +73,5 @@ def _source(body: Computation, transpose: Instruction) -> Shape | None:
     return found.shape if found.opcode == "parameter" else None
 
 
-def _sectors_of_a_warp(transpose: Instruction, operand: Shape, source: Shape) -> int:
-    """Counts the sectors that hold the operand elements of one warp's results; 0 if a layout is not row-major."""
-    shapes = (transpose.shape, operand)
-    if any(each.layout and each.layout.minor_to_major != _plain(each) for each in shapes):
-        return 0
-    order, results = integers(transpose, "dimensions"), transpose.shape.dimensions
-    strides = _strides(operand)
-    element_bytes = source.byte_size // max(1, source.element_count)
-    sectors = set()
-    for thread in range(min(_WARP, transpose.shape.element_count)):
-        place, rest = 0, thread
-        for axis in range(len(results) - 1, -1, -1):
-            rest, index = divmod(rest, results[axis])
-            place += index * strides[order[axis]]
-        sectors.add(place * element_bytes // SECTOR_BYTES)
-    return len(sectors)
-
-
 def _strides(shape: Shape) -> list[int]:
     return [prod(shape.dimensions[axis + 1 :]) for axis in range(len(shape.dimensions))]
-
-
-def _plain(shape: Shape) -> tuple[int, ...]:
-    return tuple(reversed(range(len(shape.dimensions))))

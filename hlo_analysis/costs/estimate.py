@@ -12,7 +12,10 @@ The estimate is the longest of these times, plus the least time of a kernel:
   time if all are added into the same, and the estimate where the indices are one constant;
 - compute: matrix products at the part of the peak that the power limit allows, at the share that products or attention
   kernels reach, and no faster than their blocks fill the multiprocessors (a last wave of few blocks leaves some idle);
-- convolutions: cuDNN's kernel for filters of one channel (depthwise), and its padding of filters of a few;
+- sectors: elements of 32 bits that a scatter adds, which the L2 cache does a sector at once;
+- steps: a Triton product's waits for its loads (`pipeline.py`);
+- convolutions: cuDNN's kernel for filters of one channel (depthwise), its padding of filters of a few, and tiles of
+  fewer than 128 channels or too few of them;
 - link: bytes that a collective sends to other GPUs, at the full rate of the links, which nobody has measured here;
 - cache: strided reads, which take a sector of 32 bytes from the L2 cache for each element (`coalescing.py`).
 
@@ -26,6 +29,7 @@ import math
 from dataclasses import dataclass, field
 
 from hlo_analysis.costs.flops import Flops
+from hlo_analysis.costs.pipeline import Steps, steps_us
 from hlo_analysis.costs.roofline import bound
 from hlo_analysis.costs.slow_work import AtomicUpdates
 from hlo_analysis.records import Device, LaunchKind
@@ -33,6 +37,8 @@ from hlo_analysis.records import Device, LaunchKind
 _WARP = 32
 _THREADS = 2048
 """Threads of a multiprocessor (compute capabilities 8.0, 9.0 and 10.0)."""
+_MANY = 32
+"""Steps of a loop after which its data counts as cached: known are 4, where it is not, and 128."""
 _CHANNELS = 8
 """Channels that the matrix units take at once: cuDNN pads fewer, and computes a filter of one without them."""
 
@@ -41,22 +47,26 @@ _CHANNELS = 8
 class Work:
     """What one launch does.
 
-    kind: what made the launch.
+    kind: what made the launch. repeat: how often one run of the program runs it.
     bytes_moved: HBM traffic.
     flops: FLOPs of the launch.
     grid, block: blocks of the kernel and threads of a block; () where not known.
     instructions: those of the kernel's PTX, each once; None where not known.
     resident_warps: of all blocks that a multiprocessor has room for; None where not known.
-    atomic_updates: what it adds by compare-and-swap.
+    atomic_updates: what it adds by compare-and-swap. atomic_sectors: sectors in which the L2 cache adds.
+    steps: how a Triton product walks along its sum; None for other launches.
+    sums_columns: whether XLA's own kernel sums over columns.
     loads_slowly: whether it is a product whose threads load its operands a few bytes at a time.
     transposed: whether it is a product of float32 operands that the matrix units cannot read as they lie.
-    filter_channels: input channels that each filter of a convolution sums over; 0 for other launches.
+    filter_channels: input channels of a convolution's filters; 0 for other launches.
+    filled: the share of a convolution's tiles that have something to compute.
     attention: whether it is a fused attention kernel.
     cache_bytes: bytes that strided reads take from the L2 cache, in whole sectors; 0 without such reads.
     link_bytes: bytes sent to other GPUs.
     """
 
     kind: LaunchKind
+    repeat: int = 1
     bytes_moved: int = 0
     flops: Flops = field(default_factory=Flops)
     grid: tuple[int, ...] = ()
@@ -64,9 +74,13 @@ class Work:
     instructions: int | None = None
     resident_warps: float | None = None
     atomic_updates: AtomicUpdates | None = None
+    atomic_sectors: int = 0
+    steps: Steps | None = None
+    sums_columns: bool = False
     loads_slowly: bool = False
     transposed: bool = False
     filter_channels: int = 0
+    filled: float = 1.0
     attention: bool = False
     cache_bytes: int = 0
     link_bytes: int = 0
@@ -79,14 +93,17 @@ def estimate(work: Work, device: Device) -> float:
     vector = bound(0, Flops(vector=work.flops.vector), device).compute_us / reached.vector
     matrix = bound(0, Flops(matrix=work.flops.matrix), device).compute_us
     matrix /= reached.power * (reached.attention if work.attention else reached.matrix) * _filled(work, device)
+    if any(kind in ("c64", "c128") for kind, _ in work.flops.matrix):
+        matrix /= reached.complex
     if work.transposed:
         matrix /= reached.transposed
-    if 1 < work.filter_channels < _CHANNELS:
-        matrix /= reached.few_channels
+    matrix /= reached.few_channels if 1 < work.filter_channels < _CHANNELS else work.filled
     if work.loads_slowly:
         memory, matrix = memory / reached.slow_loads, matrix / reached.slow_loads
     link = bound(0, Flops(), device, work.link_bytes).link_us
-    return max(memory, vector, matrix, link, _clocked_us(work, device)) + reached.kernel_us
+    waiting = steps_us(work.steps, math.prod(work.grid), device) if work.steps and work.grid else 0.0
+    least = reached.repeated_us if work.repeat >= _MANY else reached.kernel_us
+    return max(memory, vector, matrix, link, waiting, _clocked_us(work, device)) + least
 
 
 def longest(work: Work, device: Device) -> float | None:
@@ -118,9 +135,11 @@ def _clocked_us(work: Work, device: Device) -> float:
     amounts: list[tuple[float, float]] = [
         (work.cache_bytes, reached.cache_bytes_per_clock * cores),
         (updates.elements if updates else 0, reached.atomics_per_clock * cores),
+        (work.atomic_sectors, reached.atomic_sectors_per_clock),
         (_contended_clocks(updates, device) if updates and updates.places == 1 else 0, 1.0),
         (work.flops.total if work.filter_channels == 1 else 0, reached.direct_flops_per_clock * cores),
         (work.bytes_moved, reached.bytes_per_clock * busy),
+        (work.bytes_moved if work.sums_columns else 0, reached.column_bytes_per_clock * cores),
         (blocks, reached.blocks_per_clock),
     ]
     clocks = max((amount / rate for amount, rate in amounts if rate), default=0.0)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 from hlo_analysis.hlo import Instruction, Shape
 from hlo_analysis.hlo.attributes import convolution_labels, custom_call_target, dot_dimensions, integers
+from hlo_analysis.program.dataflow import leaves
 
 ALIGNED_BYTES = 16
 """What one thread loads at once, and TMA's least pitch of rows."""
@@ -16,6 +17,13 @@ _WORD_BYTES = 4
 _FORWARD_CONVOLUTIONS = ("__cudnn$convForward", "__cudnn$convBiasActivation", "__cudnn$convBackwardInput")
 _ATOMIC_TYPES = ("bf16", "f16")
 """Without an atomic addition: XLA compares and swaps a word until no other thread has come between."""
+_ADDED_WORDS = ("f32", "s32", "u32")
+"""Added by the L2 cache, a sector at once."""
+_SECTOR_BYTES = 32
+_WARP_SPAN = 128
+"""Elements of a warp, four a thread."""
+_TILE = 128
+"""Rows and columns of the tiles in which cuDNN computes convolutions, at least."""
 _VIEWS = ("bitcast", "broadcast", "convert", "copy", "reshape")
 
 
@@ -46,6 +54,45 @@ def atomic_updates(instructions: Mapping[str, Instruction]) -> AtomicUpdates | N
     return None
 
 
+def atomic_sectors(instructions: Mapping[str, Instruction]) -> int:
+    """Counts the sectors in which the L2 cache adds the updates of a scatter of 32-bit elements, each update apart.
+
+    Where the fastest dimension is the one that is indexed, each element is in a sector of its own.
+    """
+    for scatter in instructions.values():
+        if scatter.opcode != "scatter" or scatter.attributes.get("unique_indices") == "true":
+            continue
+        updates, result = instructions.get(scatter.operands[-1]), instructions.get(scatter.operands[0])
+        if updates is not None and result is not None and updates.shape.element_type in _ADDED_WORDS:
+            is_apart = _fastest(result.shape) in integers(scatter, "scatter_dims_to_operand_dims")
+            return updates.shape.element_count if is_apart else updates.shape.byte_size // _SECTOR_BYTES
+    return 0
+
+
+def sums_columns(instructions: Mapping[str, Instruction]) -> bool:
+    """Whether a kernel's longest reduction keeps the dimension whose elements lie side by side."""
+    sums = [each for each in instructions.values() if each.opcode == "reduce" and each.operands[0] in instructions]
+    longest = max(sums, key=lambda each: instructions[each.operands[0]].shape.element_count, default=None)
+    if longest is None:
+        return False
+    operand = instructions[longest.operands[0]].shape
+    return _fastest(operand) not in integers(longest, "dimensions")
+
+
+def executed_share(instructions: Mapping[str, Instruction]) -> float:
+    """Returns the share of its instructions that a warp runs, of a kernel that joins arrays.
+
+    Each operand is a branch, and a warp takes those whose elements it has: few where the parts are long.
+    """
+    shares = [1.0]
+    for join in instructions.values():
+        if join.opcode == "concatenate" and len(join.operands) > 1:
+            (axis,) = integers(join, "dimensions")
+            parts, run = len(join.operands), prod(join.shape.dimensions[axis:])
+            shares.append((1 + _WARP_SPAN * parts / run) / parts)
+    return min(shares)
+
+
 def _is_one_value(instructions: Mapping[str, Instruction], name: str) -> bool:
     """Whether all elements of an array are one constant."""
     instruction = instructions.get(name)
@@ -69,27 +116,51 @@ def loads_slowly(instructions: Mapping[str, Instruction]) -> bool:
 
 
 def is_transposed(product: Instruction, operands: Sequence[Shape]) -> bool:
-    """Whether no operand of a library's product of float32 or complex numbers is contiguous along the sum.
+    """Whether no operand of a library's product of float32 is contiguous along the sum.
 
     Hopper's matrix units read such operands from shared memory if they have 16 bits, but not if they have 32; one of
-    the two can come from registers. The parts of complex numbers are never contiguous.
+    the two can come from registers.
     """
     numbers = dot_dimensions(product) if product.opcode == "custom-call" else None
-    if numbers is None or len(operands) < 2 or operands[0].element_type not in ("f32", "c64"):
+    if numbers is None or len(operands) < 2 or operands[0].element_type != "f32":
         return False
     sums = zip(operands, (numbers.lhs_contracting, numbers.rhs_contracting), strict=False)
-    return operands[0].element_type == "c64" or all(_fastest(shape) not in axes for shape, axes in sums)
+    return all(_fastest(shape) not in axes for shape, axes in sums)
 
 
 def filter_channels(call: Instruction, operands: Sequence[Shape]) -> int:
-    """Returns how many input channels each filter of a cuDNN convolution sums over; 0 for anything else.
+    """Returns how many input channels each filter of a cuDNN convolution has; 0 for anything else.
 
-    The gradient of a filter sums over the batch instead, and has 0.
+    The gradient of a filter is padded alike, but one of a single channel has a kernel of its own, and 0.
     """
-    labels = convolution_labels(call)
-    if labels is None or not custom_call_target(call).startswith(_FORWARD_CONVOLUTIONS):
+    labels, target = convolution_labels(call), custom_call_target(call)
+    if labels is None or not target.startswith("__cudnn$conv"):
         return 0
-    return operands[1].dimensions[labels[1].index("i")]
+    if target.startswith(_FORWARD_CONVOLUTIONS):
+        return operands[1].dimensions[labels[1].index("i")]
+    channels = next(leaves(call.shape))[1].dimensions[labels[1].index("i")]
+    return channels if channels > 1 else 0
+
+
+def filled_tiles(call: Instruction, core_count: int) -> float:
+    """Returns the share of a cuDNN convolution's tiles and of the multiprocessors that have something to compute.
+
+    Its results are the rows and columns of a product, channels the columns. The gradient of a filter splits its sum, so
+    that there are tiles for all multiprocessors.
+    """
+    labels, target = convolution_labels(call), custom_call_target(call)
+    if labels is None or not target.startswith("__cudnn$conv"):
+        return 1.0
+    result = next(leaves(call.shape))[1]
+    if target == "__cudnn$convBackwardFilter":
+        columns, rows = result.dimensions[labels[1].index("o")], 0
+    else:
+        data = labels[0] if target == "__cudnn$convBackwardInput" else labels[2]
+        columns = result.dimensions[data.index("f")]
+        rows = result.element_count // columns
+    across = ceil(columns / _TILE)
+    busy = min(1.0, across * ceil(rows / _TILE) / core_count) if rows and core_count else 1.0
+    return busy * columns / (across * _TILE)
 
 
 def _is_slow(shape: Shape, contracting: Sequence[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -12,9 +13,19 @@ from hlo_analysis.costs.flops import Flops, flops_of
 from hlo_analysis.costs.link import link_bytes
 from hlo_analysis.costs.needed import needed_us
 from hlo_analysis.costs.occupancy import MultiprocessorLimits, occupancy
+from hlo_analysis.costs.pipeline import steps_of
 from hlo_analysis.costs.resources import Resources, kernel_name
 from hlo_analysis.costs.roofline import bound, xla_estimate
-from hlo_analysis.costs.slow_work import atomic_updates, filter_channels, is_transposed, loads_slowly
+from hlo_analysis.costs.slow_work import (
+    atomic_sectors,
+    atomic_updates,
+    executed_share,
+    filled_tiles,
+    filter_channels,
+    is_transposed,
+    loads_slowly,
+    sums_columns,
+)
 from hlo_analysis.costs.traffic import Usage, pass_usage, usage_of
 from hlo_analysis.hlo import Instruction, Module, SourceFrame, computation_text
 from hlo_analysis.hlo.scope import scope_of
@@ -86,18 +97,23 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     facts = facts_of(module, instruction, _sources(site.computation.name, instruction, context))
     work = Work(
         kind=kind,
+        repeat=site.repeat,
         bytes_moved=moved,
         flops=flops,
         grid=grid or (),
         block=block or (),
-        instructions=resources.instructions,
+        instructions=resources.instructions and round(resources.instructions * executed_share(facts.instructions)),
         resident_warps=_resident_warps(filled, context.limits),
         atomic_updates=atomic_updates(facts.instructions),
+        atomic_sectors=atomic_sectors(facts.instructions),
+        steps=steps_of(instruction, facts.instructions, math.prod(block or ())) if kind == "triton_gemm" else None,
+        sums_columns=kind == "reduction" and sums_columns(facts.instructions),
         loads_slowly=kind == "triton_gemm" and loads_slowly(facts.instructions),
         transposed=is_transposed(instruction, operands),
         filter_channels=filter_channels(instruction, operands),
+        filled=filled_tiles(instruction, context.device.core_count),
         attention=is_attention(instruction, kernel),
-        cache_bytes=cache_bytes(module, instruction, kind),
+        cache_bytes=cache_bytes(module, instruction, kind, math.prod((*(grid or (0,)), *(block or ())))),
         link_bytes=sent,
     )
     launch = LaunchRow(

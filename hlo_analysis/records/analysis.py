@@ -72,6 +72,10 @@ class Efficiency:
     """Share of the power-limited peak that attention kernels reach."""
     kernel_us: float = 0.0
     """GPU time of a kernel that does almost nothing."""
+    repeated_us: float = 0.0
+    """The same in a loop of many steps, whose data stays in the L2 cache."""
+    load_us: float = 0.0
+    """Time from a Triton product's load until its block can use it; 0 if not known."""
     issued_per_clock: float = 0.0
     """Instructions that the warps of a multiprocessor issue in a clock when there are many; 0 if not known."""
     clocks_per_instruction: float = 0.0
@@ -80,18 +84,24 @@ class Efficiency:
     """Blocks that the GPU starts in a clock; 0 if not known."""
     bytes_per_clock: float = 0.0
     """Bytes that a multiprocessor reads and writes in a clock; 0 if not known."""
+    column_bytes_per_clock: float = 0.0
+    """The same of all multiprocessors together in sums over columns; 0 if not known."""
     cache_bytes_per_clock: float = 0.0
     """L2 cache bandwidth of strided reads, in bytes per multiprocessor and clock; 0 if not known."""
     atomics_per_clock: float = 0.0
     """Elements of 16 bits that a multiprocessor adds to memory in a clock; 0 if not known."""
+    atomic_sectors_per_clock: float = 0.0
+    """Sectors of 32 bytes in which the L2 cache adds 32-bit elements in a clock; 0 if not known."""
     contended_clocks: float = 0.0
     """Clocks that each other thread costs an addition of 16 bits into the same place; 0 if not known."""
     slow_loads: float = 1.0
     """Share of their rate that Triton products reach whose rows start where no thread can load 16 bytes at once."""
     transposed: float = 1.0
     """Share of their rate that products of float32 reach whose operands are not contiguous along the sum."""
+    complex: float = 1.0
+    """Share of their rate that products of complex numbers reach."""
     few_channels: float = 1.0
-    """Share of their rate that convolutions reach whose filters sum over 2 to 7 channels."""
+    """Share of their rate that convolutions of 2 to 7 input channels reach."""
     direct_flops_per_clock: float = 0.0
     """FLOPs of a multiprocessor in a clock in convolutions whose filters sum over one channel; 0 if not known."""
     source: str = ""
