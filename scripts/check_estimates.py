@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, log, prod
+from math import log
 from pathlib import Path
 from statistics import median
 
@@ -28,7 +28,7 @@ from hlo_analysis import Capture, analyze
 from hlo_analysis.hotspots import timed
 from hlo_analysis.measured import with_measured
 from hlo_analysis.program.launch_kinds import EMITTERS
-from hlo_analysis.records import Analysis, Comparison, Launch
+from hlo_analysis.records import Analysis, Comparison, Efficiency, Launch
 from hlo_analysis.targets.efficiency import EFFICIENCY
 from xlafuse import compare
 from xlafuse.measurements import load
@@ -39,6 +39,16 @@ HELD_OUT = ((1, 512, "forward"), (1, 512, "grad"), (1, 1, "forward"), (16, 1, "f
 STRATEGIES = ("xla", "best", "xla_cudnn")
 RECORDINGS = Path(__file__).parent / "public_models" / "recordings"
 FIT_MODELS = ("bert", "e3nn", "gemma", "gpt2", "graphnet", "griffin", "lstm", "mamba2", "resnet", "s5", "vit")
+TIMES = ("load_us", "repeated_us", "contended_clocks", "clocks_per_instruction")
+"""Constants that are the longer the more; the others are rates and shares."""
+OFF = {
+    **dict.fromkeys(TIMES, 1e-9),
+    **dict.fromkeys(("issued_per_clock", "blocks_per_clock", "bytes_per_clock", "column_bytes_per_clock"), 0.0),
+    **dict.fromkeys(("cache_bytes_per_clock", "atomics_per_clock", "atomic_sectors_per_clock"), 0.0),
+    **dict.fromkeys(("direct_flops_per_clock",), 0.0),
+    **dict.fromkeys(("slow_loads", "transposed", "complex", "few_channels"), 1.0),
+}
+"""What turns a constant off."""
 CLOSE = 1.5
 """An estimate is close when it is at most so many times too long or too short."""
 
@@ -121,10 +131,10 @@ def recordings() -> list[Path]:
     return sorted(RECORDINGS.glob("*/*.zip"), key=lambda file: file.stem)
 
 
-def recorded_model(file: Path) -> Analysis:
-    """The analysis of a recorded program, by today's constants, with its measured times."""
+def recorded_model(file: Path, efficiency: Efficiency = EFFICIENCY) -> Analysis:
+    """The analysis of a recorded program, by today's constants or others, with its measured times."""
     capture = Capture.load(file)
-    device = replace(capture.manifest.device, efficiency=EFFICIENCY)
+    device = replace(capture.manifest.device, efficiency=efficiency)
     capture.manifest = replace(capture.manifest, device=device)
     return with_measured(analyze(capture), load(file.with_suffix(".json")).strategies["xla"])
 
@@ -218,34 +228,24 @@ def fit(made: Iterable[Analysis]) -> dict[str, float]:
     return {name: median(values) for name, values in ratios.items()}
 
 
-def fit_models(made: Iterable[Analysis]) -> dict[str, list[float]]:
-    """The constants of `Efficiency` that come from public models: the values of the launches that tell them."""
-    found: dict[str, list[float]] = {
-        name: [] for name in ("issued_per_clock", "clocks_per_instruction", "blocks_per_clock", "bytes_per_clock")
-    }
-    for analysis in made:
-        device = analysis.device
-        for launch, us in timed_launches(analysis):
-            if launch.kind not in (*EMITTERS, "triton") or not launch.grid or not launch.block:
-                continue
-            blocks, work = prod(launch.grid), us - device.efficiency.kernel_us
-            clocks = work * device.clock_hz / 1e6
-            moved = launch.bytes_read + launch.bytes_written
-            # Twice what the bytes take, so that something else decides.
-            if work < 5 or moved_us(launch, analysis) > us / 1.5:
-                continue
-            if launch.instructions and launch.occupancy:
-                warps = ceil(blocks / device.core_count) * prod(launch.block) / 32
-                issued = launch.instructions * warps / clocks
-                if issued > 2:
-                    found["issued_per_clock"].append(issued)
-                elif launch.occupancy <= 0.125 and launch.kind == "triton":
-                    found["clocks_per_instruction"].append(64 * launch.occupancy / issued)
-            if not launch.bytes_read and launch.kind == "loop":
-                found["blocks_per_clock"].append(blocks / clocks)
-            if blocks <= device.core_count // 4 and moved > 1e6:
-                found["bytes_per_clock"].append(moved / blocks / clocks)
-    return found
+def fit_models(files: Sequence[Path]) -> Iterator[tuple[str, list[float]]]:
+    """Yields the constants of `Efficiency` that come from public models: the values of the launches that tell them.
+
+    Without a constant, the launches that it decides are estimated at less than two thirds. Each tells the value with
+    which its estimate would be right.
+    """
+    made = [recorded_model(file) for file in files]
+    for name, off in OFF.items():
+        without = replace(EFFICIENCY, **{name: off})
+        values: list[float] = []
+        for analysis, other in zip(made, (recorded_model(file, without) for file in files), strict=True):
+            least = 0.0 if name == "repeated_us" else EFFICIENCY.kernel_us
+            for launch, us in timed_launches(analysis):
+                took, estimated = us - least, launch.estimated_us - least
+                if took > 0 and estimated > 1.5 * max(0.0, other.launches[launch.index].estimated_us - least):
+                    ratio = estimated / took
+                    values.append(getattr(EFFICIENCY, name) * (1 / ratio if name in TIMES else ratio))
+        yield name, values
 
 
 def moved_us(launch: Launch, analysis: Analysis) -> float:
@@ -263,8 +263,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.models and options.fit:
         files = [file for file in recordings() if file.stem.partition("-")[0] in FIT_MODELS]
-        for name, values in fit_models(map(recorded_model, files)).items():
-            print(f"{name:24} median {median(values):6.2f} of {len(values)}, {min(values):.2f} to {max(values):.2f}")
+        for name, values in fit_models(files):
+            told = f"median {median(values):7.3f}, {min(values):.3f} to {max(values):.3f}" if values else ""
+            print(f"{name:24} {len(values):3} launches {told}", flush=True)
         return 0
     if options.models:
         print_models()

@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
@@ -84,16 +84,17 @@ def follow_programs(only: Sequence[str] | None, at_once: int) -> Iterator[dict[s
     pairs = {number: ((program, None), (program, number)) for number, program in chosen.items()}
     with ProcessPoolExecutor(at_once, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         running = {each: pool.submit(program_times, *each) for each in dict.fromkeys(chain(*pairs.values()))}
-        for number, pair in pairs.items():
-            line: dict[str, Any] = {"program": chosen[number], "remedy": FOLLOWED[number].remedy}
-            try:
-                measured, estimated = zip(*(running[each].result() for each in pair), strict=True)
-            except Exception as error:  # the others are worth having
-                line["error"] = f"{type(error).__name__}: {error}"[:300]
-            else:
-                line |= {"estimated_us": [round(us, 1) for us in estimated],
-                         "measured_us": [round(us, 1) for us in measured]}  # fmt: skip
-            yield line
+        for _ in as_completed(running.values()):
+            for number in [number for number, pair in pairs.items() if all(running[each].done() for each in pair)]:
+                line: dict[str, Any] = {"program": chosen[number], "remedy": FOLLOWED[number].remedy}
+                try:
+                    measured, estimated = zip(*(running[each].result() for each in pairs.pop(number)), strict=True)
+                except Exception as error:  # the others are worth having
+                    line["error"] = f"{type(error).__name__}: {error}"[:300]
+                else:
+                    line |= {"estimated_us": [round(us, 1) for us in estimated],
+                             "measured_us": [round(us, 1) for us in measured]}  # fmt: skip
+                yield line
 
 
 def main() -> int:

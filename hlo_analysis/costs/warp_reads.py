@@ -46,8 +46,8 @@ def strided_bytes(body: Mapping[str, Instruction], root: Instruction, kind: Laun
 
 
 def _is_loop(result: Instruction, threads: int) -> bool:
-    """Whether each thread has one, two, four or eight elements of the result."""
-    return bool(threads) and result.shape.element_count in (threads, 2 * threads, 4 * threads, 8 * threads)
+    """Whether each thread has one, two or four elements of the result; it has eight of a tile in shared memory."""
+    return bool(threads) and result.shape.element_count in (threads, 2 * threads, 4 * threads)
 
 
 def _hero(body: Mapping[str, Instruction], result: Instruction, kind: LaunchKind) -> Instruction | None:
