@@ -167,6 +167,8 @@ def umt5(folder: Path, dtype: Any, sizes: Stack) -> Program:
     )
 
     def forward(module: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        given = jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(module, nnx.Param))
+        nnx.update(module, given)
         mask = jnp.ones_like(tokens)
         return module.lm_head(module(tokens, mask, jnp.pad(targets[:, :-1], ((0, 0), (1, 0))), jnp.ones_like(targets)))
 
@@ -176,7 +178,7 @@ def umt5(folder: Path, dtype: Any, sizes: Stack) -> Program:
     tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
     targets = tokens_of(sizes.batch, sizes.targets, sizes.vocabulary, seed=1)
     return nnx_program(
-        lambda: library.UMT5Model(config, param_dtype=dtype, rngs=nnx.Rngs(0)),
+        lambda: library.UMT5Model(config, rngs=nnx.Rngs(0)),
         forward,
         loss,
         size=f"{sizes}, {sizes.targets} targets",
