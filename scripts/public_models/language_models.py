@@ -73,7 +73,7 @@ def flax_gemma(folder: Path, dtype: Any, sizes: Stack) -> Program:
 
     tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
     return nnx_program(
-        lambda: transformer.Transformer(config, rngs=nnx.Rngs(0)),
+        lambda rngs: transformer.Transformer(config, rngs=rngs),
         forward,
         loss,
         size=str(sizes),
@@ -102,9 +102,6 @@ def qwen3(folder: Path, dtype: Any, sizes: Stack) -> Program:
         tie_word_embeddings=True,
     )
 
-    def make() -> Any:
-        return library.Qwen3(config, rngs=nnx.Rngs(0))
-
     def forward(module: Any, tokens: jax.Array) -> jax.Array:
         given = jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(module))
         module = nnx.merge(nnx.graphdef(module), given)
@@ -116,7 +113,7 @@ def qwen3(folder: Path, dtype: Any, sizes: Stack) -> Program:
         return optax.softmax_cross_entropy_with_integer_labels(given, tokens[:, 1:]).mean()
 
     tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
-    return nnx_program(make, forward, loss, size=str(sizes), batch=(tokens,))
+    return nnx_program(lambda rngs: library.Qwen3(config, rngs=rngs), forward, loss, size=str(sizes), batch=(tokens,))
 
 
 def mamba2(folder: Path, dtype: Any, sizes: Stack) -> Program:
@@ -140,7 +137,7 @@ def mamba2(folder: Path, dtype: Any, sizes: Stack) -> Program:
 
     tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
     return nnx_program(
-        lambda: library.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0)),
+        lambda rngs: library.Mamba2ForCausalLM(config, rngs=rngs),
         lambda module, tokens: forward(module, tokens)["logits"],
         lambda logits, tokens: optax.softmax_cross_entropy_with_integer_labels(
             logits[:, :-1].reshape(-1, sizes.vocabulary), tokens[:, 1:].reshape(-1)
@@ -178,7 +175,7 @@ def umt5(folder: Path, dtype: Any, sizes: Stack) -> Program:
     tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
     targets = tokens_of(sizes.batch, sizes.targets, sizes.vocabulary, seed=1)
     return nnx_program(
-        lambda: library.UMT5Model(config, rngs=nnx.Rngs(0)),
+        lambda rngs: library.UMT5Model(config, param_dtype=dtype, rngs=rngs),
         forward,
         loss,
         size=f"{sizes}, {sizes.targets} targets",
