@@ -47,7 +47,6 @@ def flax_gemma(folder: Path, dtype: Any, sizes: Stack) -> Program:
     with importing(folder / "flax/examples/gemma", *stand_ins):
         transformer, train = importlib.import_module("transformer"), importlib.import_module("train")
         configs = importlib.import_module("transformer_cfg")
-    from flax import nnx
 
     config = configs.TransformerConfig.gemma3_1b(
         num_layers=sizes.layers,
