@@ -166,7 +166,7 @@ def nnx_program(
     constants = [_random_state(leaf) for leaf in jax.tree.leaves(state) if not jnp.issubdtype(leaf.dtype, jnp.floating)]
 
     def init(key: jax.Array) -> Any:
-        leaves = jax.tree.leaves(nnx.state(make(nnx.Rngs(key))))  # of a constant key, XLA would draw as it compiles
+        leaves = jax.tree.leaves(nnx.state(make(nnx.Rngs(key))))
         return [leaf.astype(jnp.float32) for leaf, is_floating in zip(leaves, floating, strict=True) if is_floating]
 
     def run(params: Any, *batch: Any) -> Any:
