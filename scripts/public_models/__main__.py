@@ -130,7 +130,9 @@ def part_of(program: Program, part: str) -> tuple[Callable[..., Any], Callable[[
 def times_of(model: PublicModel, part: str, checkouts: Path, layers: int | None) -> dict[str, Any]:
     """Times a part of a model on the attached GPU. layers: at the real size, with at most so many."""
     program = model.build(checkouts, jnp.bfloat16, "real" if layers else "page", layers or 1)
-    params = jax.jit(program.init)(jax.random.key(0))
+    with jax.default_device(jax.devices("cpu")[0]):  # XLA compiles umT5's initializers for a GPU in over two minutes
+        params = jax.jit(program.init)(jax.random.key(0))
+    params = jax.device_put(params, jax.devices()[0])
     state = (OPTIMIZER.init(params),) if part == "step" else ()
     fn, outer = part_of(program, part)
 

@@ -47,7 +47,6 @@ def flax_gemma(folder: Path, dtype: Any, sizes: Stack) -> Program:
     with importing(folder / "flax/examples/gemma", *stand_ins):
         transformer, train = importlib.import_module("transformer"), importlib.import_module("train")
         configs = importlib.import_module("transformer_cfg")
-    from flax import nnx
 
     config = configs.TransformerConfig.gemma3_1b(
         num_layers=sizes.layers,
@@ -73,7 +72,7 @@ def flax_gemma(folder: Path, dtype: Any, sizes: Stack) -> Program:
 
     tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
     return nnx_program(
-        lambda: transformer.Transformer(config, rngs=nnx.Rngs(0)),
+        lambda rngs: transformer.Transformer(config, rngs=rngs),
         forward,
         loss,
         size=str(sizes),
@@ -102,9 +101,6 @@ def qwen3(folder: Path, dtype: Any, sizes: Stack) -> Program:
         tie_word_embeddings=True,
     )
 
-    def make() -> Any:
-        return library.Qwen3(config, rngs=nnx.Rngs(0))
-
     def forward(module: Any, tokens: jax.Array) -> jax.Array:
         given = jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(module))
         module = nnx.merge(nnx.graphdef(module), given)
@@ -116,7 +112,7 @@ def qwen3(folder: Path, dtype: Any, sizes: Stack) -> Program:
         return optax.softmax_cross_entropy_with_integer_labels(given, tokens[:, 1:]).mean()
 
     tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
-    return nnx_program(make, forward, loss, size=str(sizes), batch=(tokens,))
+    return nnx_program(lambda rngs: library.Qwen3(config, rngs=rngs), forward, loss, size=str(sizes), batch=(tokens,))
 
 
 def mamba2(folder: Path, dtype: Any, sizes: Stack) -> Program:
@@ -140,7 +136,7 @@ def mamba2(folder: Path, dtype: Any, sizes: Stack) -> Program:
 
     tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
     return nnx_program(
-        lambda: library.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0)),
+        lambda rngs: library.Mamba2ForCausalLM(config, rngs=rngs),
         lambda module, tokens: forward(module, tokens)["logits"],
         lambda logits, tokens: optax.softmax_cross_entropy_with_integer_labels(
             logits[:, :-1].reshape(-1, sizes.vocabulary), tokens[:, 1:].reshape(-1)
@@ -167,6 +163,8 @@ def umt5(folder: Path, dtype: Any, sizes: Stack) -> Program:
     )
 
     def forward(module: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        given = jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(module, nnx.Param))
+        nnx.update(module, given)
         mask = jnp.ones_like(tokens)
         return module.lm_head(module(tokens, mask, jnp.pad(targets[:, :-1], ((0, 0), (1, 0))), jnp.ones_like(targets)))
 
@@ -176,7 +174,7 @@ def umt5(folder: Path, dtype: Any, sizes: Stack) -> Program:
     tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
     targets = tokens_of(sizes.batch, sizes.targets, sizes.vocabulary, seed=1)
     return nnx_program(
-        lambda: library.UMT5Model(config, param_dtype=dtype, rngs=nnx.Rngs(0)),
+        lambda rngs: library.UMT5Model(config, param_dtype=dtype, rngs=rngs),
         forward,
         loss,
         size=f"{sizes}, {sizes.targets} targets",

@@ -151,18 +151,23 @@ def _random_state(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def nnx_program(make: Callable[[], Any], forward: Callable[..., Any], loss: Callable[..., Any], **more: Any) -> Program:
-    """Makes the program of an NNX module. forward: of module and batch; loss: of the result and batch."""
+def nnx_program(
+    make: Callable[[Any], Any], forward: Callable[..., Any], loss: Callable[..., Any], **more: Any
+) -> Program:
+    """Makes the program of an NNX module, with weights in float32.
+
+    make: of `nnx.Rngs`. forward: of module and batch. loss: of the result and batch.
+    """
     from flax import nnx
 
-    graph, state = nnx.split(nnx.eval_shape(make))
+    graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(state)]
     structure = jax.tree.structure(state)
     constants = [_random_state(leaf) for leaf in jax.tree.leaves(state) if not jnp.issubdtype(leaf.dtype, jnp.floating)]
 
     def init(key: jax.Array) -> Any:
-        leaves = jax.tree.leaves(nnx.state(make()))
-        return [leaf for leaf, is_floating in zip(leaves, floating, strict=True) if is_floating]
+        leaves = jax.tree.leaves(nnx.state(make(nnx.Rngs(key))))
+        return [leaf.astype(jnp.float32) for leaf, is_floating in zip(leaves, floating, strict=True) if is_floating]
 
     def run(params: Any, *batch: Any) -> Any:
         given = iter(params)

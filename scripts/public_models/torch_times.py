@@ -1,18 +1,21 @@
-"""Times torch.compile training steps of the same models on the attached GPU, for docs/public-models.md.
+"""Times the same models through torch.compile on the attached GPU, for docs/public-models.md.
 
-    python scripts/public_models/torch_times.py [MODEL ...] --layers 8 [--mode default] [--results FILE]
+    python scripts/public_models/torch_times.py [MODEL ...] --layers 8 [--parts step forward] [--mode default]
 
 As a user of PyTorch would train them: the models of `transformers`, float32 weights under bfloat16 autocast, fused
-AdamW, and attention by `scaled_dot_product_attention`. Sizes are those of sizes.py. Needs PyTorch and transformers.
+AdamW, attention by `scaled_dot_product_attention`, experts by `grouped_mm`. Sizes are those of sizes.py. Forward passes
+return logits, and draw dropout's masks. Needs PyTorch and transformers.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ import torch
 import transformers
 
 RESULTS = Path(__file__).resolve().parents[2] / "notebooks/results/public_models.json"
+PARTS = ("step", "forward")
 UNSEEN = -100  # a label that has no loss
 
 
@@ -81,35 +85,130 @@ def _gemma(stack: sizes.Stack) -> Any:
     return transformers.Gemma3TextConfig(sliding_window=stack.window, use_cache=False, **_decoder(stack))
 
 
-MODELS: dict[str, tuple[str, dict[Any, sizes.Stack], Callable[..., Any], Callable[..., Any]]] = {
-    "gpt2": ("GPT2LMHeadModel", sizes.GPT2, _gpt2, _tokens),
-    "bert": ("BertForMaskedLM", sizes.BERT, _bert, _masked),
-    "vit": ("ViTForImageClassification", sizes.VIT, _vit, _images),
-    "llama": ("LlamaForCausalLM", sizes.LLAMA, _llama, _tokens),
-    "qwen3": ("Qwen3ForCausalLM", sizes.QWEN3, _qwen3, _tokens),
-    "gemma": ("Gemma3ForCausalLM", sizes.GEMMA, _gemma, _tokens),
+def _umt5(stack: sizes.Stack) -> Any:
+    """Makes umT5, whose table, decoder's table and head are three, as in the model of JAX."""
+    widths = {"d_model": stack.width, "d_kv": stack.head_width, "d_ff": stack.hidden, "num_heads": stack.heads}
+    sized = {"vocab_size": stack.vocabulary, "num_layers": stack.layers, "dropout_rate": 0.0, "use_cache": False}
+    model = _of("UMT5ForConditionalGeneration", transformers.UMT5Config(**sized, **widths))
+    model.decoder.embed_tokens = copy.deepcopy(model.decoder.embed_tokens)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
+def _targets(stack: sizes.Stack) -> dict[str, torch.Tensor]:
+    targets = torch.randint(1, stack.vocabulary, (stack.batch, stack.targets), device="cuda")
+    return {"decoder_input_ids": targets, "labels": targets}
+
+
+def _spans(stack: sizes.Stack) -> dict[str, torch.Tensor]:
+    return {"input_ids": _tokens(stack)["input_ids"], **_targets(stack)}
+
+
+def _whisper(stack: sizes.Stack) -> Any:
+    halves = ("encoder", "decoder")
+    layers, heads, hidden = (
+        {f"{half}_{name}": size for half in halves}
+        for name, size in (("layers", stack.layers), ("attention_heads", stack.heads), ("ffn_dim", stack.hidden))
+    )
+    positions = {"max_source_positions": stack.length, "max_target_positions": stack.targets}
+    sized = {"vocab_size": stack.vocabulary, "d_model": stack.width, "use_cache": False, "pad_token_id": 0}
+    return transformers.WhisperConfig(**sized, **positions, **layers, **heads, **hidden)
+
+
+def _sounds(stack: sizes.Stack) -> dict[str, torch.Tensor]:
+    return {"input_features": torch.randn(stack.batch, 80, 2 * stack.length, device="cuda"), **_targets(stack)}
+
+
+def _siglip(stack: sizes.Stack) -> Any:
+    text = {"vocab_size": stack.vocabulary, "max_position_embeddings": stack.targets, **_encoder(stack)}
+    vision = {"image_size": stack.length, "patch_size": 16, **_encoder(stack)}
+    return transformers.SiglipConfig(text_config=text, vision_config=vision)
+
+
+def _pairs(stack: sizes.Stack) -> dict[str, Any]:
+    words = torch.randint(1, stack.vocabulary, (stack.batch, stack.targets), device="cuda")
+    return {"input_ids": words, "pixel_values": _images(stack)["pixel_values"], "return_loss": True}
+
+
+class _Experts(torch.nn.Module):
+    """Qwen 3's experts, each layer after its norm and added to the rest, as those of Gemma 4 in sequence_models.py."""
+
+    def __init__(self, stack: sizes.Stack):
+        super().__init__()
+        library = transformers.models.qwen3_moe.modeling_qwen3_moe
+        numbers = {"num_experts": stack.experts, "num_experts_per_tok": stack.chosen, "norm_topk_prob": True}
+        widths = {"hidden_size": stack.width, "moe_intermediate_size": stack.hidden}
+        config = transformers.Qwen3MoeConfig(hidden_act="gelu_pytorch_tanh", **widths, **numbers)
+        config._experts_implementation = "grouped_mm"
+        norms = [library.Qwen3MoeRMSNorm(stack.width) for _ in range(2 * stack.layers)]
+        blocks = [library.Qwen3MoeSparseMoeBlock(config) for _ in range(stack.layers)]
+        for each in (parameter for block in blocks for parameter in block.parameters()):
+            torch.nn.init.normal_(each, std=0.02)
+        self.norms, self.blocks = torch.nn.ModuleList(norms), torch.nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor]:
+        """Returns the loss, or the result where there are no labels."""
+        for place, block in enumerate(self.blocks):
+            narrow = {name: each.bfloat16() for name, each in block.named_parameters()}  # autocast leaves grouped_mm
+            y = torch.func.functional_call(block, narrow, (self.norms[2 * place](x).bfloat16(),))
+            x = x + self.norms[2 * place + 1](y).bfloat16()
+        return (x if labels is None else (x - labels).float().square().mean(),)
+
+
+def _rows(stack: sizes.Stack) -> dict[str, torch.Tensor]:
+    shape = (stack.batch, stack.length, stack.width)
+    return {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for name in ("x", "labels")}
+
+
+def _of(kind: str, config: Any) -> Any:
+    """Makes a model of transformers."""
+    return getattr(transformers, kind)._from_config(config, attn_implementation="sdpa")
+
+
+def _as(kind: str, config_of: Callable[[sizes.Stack], Any]) -> Callable[[sizes.Stack], Any]:
+    return lambda stack: _of(kind, config_of(stack))
+
+
+MODELS: dict[str, tuple[dict[Any, sizes.Stack], Callable[[sizes.Stack], Any], Callable[[sizes.Stack], Any]]] = {
+    "gpt2": (sizes.GPT2, _as("GPT2LMHeadModel", _gpt2), _tokens),
+    "bert": (sizes.BERT, _as("BertForMaskedLM", _bert), _masked),
+    "vit": (sizes.VIT, _as("ViTForImageClassification", _vit), _images),
+    "llama": (sizes.LLAMA, _as("LlamaForCausalLM", _llama), _tokens),
+    "qwen3": (sizes.QWEN3, _as("Qwen3ForCausalLM", _qwen3), _tokens),
+    "gemma": (sizes.GEMMA, _as("Gemma3ForCausalLM", _gemma), _tokens),
+    "umt5": (sizes.UMT5, _umt5, _spans),
+    "whisper": (sizes.WHISPER, _as("WhisperForConditionalGeneration", _whisper), _sounds),
+    "siglip": (sizes.SIGLIP, _as("SiglipModel", _siglip), _pairs),
+    "experts": (sizes.GEMMA4_EXPERTS, _Experts, _rows),
 }
+"""By name: sizes, what makes the model, and what makes its batch."""
 
 
-def step_ms(name: str, layers: int, mode: str, rounds: int = 7, calls: int = 3) -> float:
-    """Returns the wall clock of a training step among several in flight, in ms: the median of the rounds."""
-    kind, table, config_of, batch_of = MODELS[name]
+def part_ms(name: str, part: str, layers: int, mode: str, rounds: int = 7, calls: int = 3) -> float:
+    """Returns the wall clock of a part of a model among several in flight, in ms: the median of the rounds."""
+    table, make, batch_of = MODELS[name]
     stack = sizes.resolve(table, "real", layers)
-    model = getattr(transformers, kind)._from_config(config_of(stack), attn_implementation="sdpa").to("cuda").train()
-    optimizer, batch = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), batch_of(stack)
+    model, batch = make(stack).to("cuda").train(), batch_of(stack)
+    if part == "forward":
+        batch = {key: each for key, each in batch.items() if key not in ("labels", "return_loss")}
 
-    def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def first_of(batch: dict[str, Any]) -> torch.Tensor:
+        """Returns the loss, or the logits of a batch without labels."""
         with torch.autocast("cuda", torch.bfloat16):
-            return model(**batch).loss
+            return model(**batch)[0]
 
-    compiled = torch.compile(loss_of, mode=mode)
+    compiled = torch.compile(first_of, mode=mode)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) if part == "step" else None
 
     def run(count: int) -> float:
         began = time.perf_counter()
-        for _ in range(count):
-            compiled(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        with torch.set_grad_enabled(optimizer is not None):
+            for _ in range(count):
+                result = compiled(batch)
+                if optimizer is not None:
+                    result.backward()
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         return (time.perf_counter() - began) / count * 1e3
 
@@ -118,25 +217,32 @@ def step_ms(name: str, layers: int, mode: str, rounds: int = 7, calls: int = 3) 
 
 
 def main() -> int:
-    """Times the models and adds their steps to the results; returns the exit status."""
+    """Times the models and adds them to the results; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--layers", type=int, required=True, help="at most so many")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:1], help="what to time; default: step")
     parser.add_argument("--mode", default="default", help="of torch.compile")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to complete")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     results = json.loads(options.results.read_text(encoding="utf-8")) if options.results.is_file() else {}
-    for name in options.models:
+    failed = 0
+    for name, part in ((name, part) for name in options.models for part in options.parts):
         torch._dynamo.reset()
         torch.cuda.empty_cache()
-        ms = step_ms(name, options.layers, options.mode)
-        stack = sizes.resolve(MODELS[name][1], "real", options.layers)
+        try:
+            ms = part_ms(name, part, options.layers, options.mode)
+        except Exception:
+            failed += 1
+            traceback.print_exc()
+            continue
+        stack = sizes.resolve(MODELS[name][0], "real", options.layers)
         found = {"size": str(stack), "gpu": torch.cuda.get_device_name(), "mode": options.mode, "wall_us": ms * 1e3}
-        print(f"{name}: {found}", flush=True)
-        results.setdefault(name, {}).setdefault("step", {})["torch"] = found
+        print(f"{name} {part}: {found}", flush=True)
+        results.setdefault(name, {}).setdefault(part, {})["torch"] = found
         options.results.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return 0
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

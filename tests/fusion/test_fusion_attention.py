@@ -196,6 +196,7 @@ BIASES = {
     "two": lambda s, a, mask: s + a + jnp.where(mask, 0, -1e9),
     "one sum": lambda s, a, mask: s + (a + jnp.where(mask, 0, -1e9)),
     "AlphaFold": lambda s, a, mask: s + 1e9 * (mask.astype(s.dtype) - 1) + a,
+    "subtracted": lambda s, a, mask: s - 1e9 * (1 - mask.astype(s.dtype)) + a,
     "and a mask": lambda s, a, mask: jnp.where(mask, s + a, -1e9),
     "and an added mask": lambda s, a, mask: s + jnp.where(mask, 0, -1e38) + a,
 }

@@ -112,8 +112,14 @@ def test_a_product_is_not_repeated_for_the_rows_that_it_is_broadcast_to(sites):
     ]
 
 
-def test_a_precise_product_is_left(sites):
-    assert sites(lambda x, w, b: jnp.matmul(x, w, precision="highest") + b, X, W, B, checks=False) == []
+@pytest.mark.parametrize(("precision", "taken"), [("highest", ["linear"]), ("BF16_BF16_F32_X3", [])])
+def test_a_precision_of_products_in_16_bits_changes_nothing_but_an_algorithm_may(sites, precision, taken):
+    assert sites(lambda x, w, b: jnp.matmul(x, w, precision=precision) + b, X, W, B, checks=False) == taken
+
+
+def test_a_precise_product_of_float32_is_left(sites):
+    wide = [each.astype(jnp.float32) for each in (X, W, B)]
+    assert sites(lambda x, w, b: jnp.matmul(x, w, precision="highest") + b, *wide, checks=False) == []
 
 
 def attend(q, k, v, *, seen=None, scale=None, transposed=False, cap=None):

@@ -318,6 +318,16 @@ def _told(parameter: Any) -> str:
     return "default" if str(parameter) in _DEFAULT_PRECISIONS else str(parameter)
 
 
+def _is_exact(equation: Any) -> bool:
+    """Returns whether a `jax.lax.Precision` changes nothing: products of two 16-bit numbers are exact in float32."""
+    given = equation.params["precision"]
+    asked = given if isinstance(given, tuple) else (given,)
+    operands = (each.dtype for each in equation.inputs)
+    return all(isinstance(each, jax.lax.Precision) for each in asked) and all(
+        jax.numpy.issubdtype(each, np.floating) and each.itemsize == 2 for each in operands
+    )
+
+
 def _contraction(ref: Ref, equation: Any) -> Head:
     (contract_l, contract_r), (batch_l, batch_r) = equation.params["dimension_numbers"]
     left, right = equation.inputs
@@ -334,7 +344,6 @@ def _contraction(ref: Ref, equation: Any) -> Head:
         own.append(Ref(value, tuple(known[a] if a in known else next(free) for a in range(len(value.shape)))))
     if ref.value.is_imagined:
         own = [_without_numbers(part)[0] for part in own]
-    precision = str(equation.params["precision"])
     # A product that sums nothing is one of elements, which operations compute without rounding the operands.
-    precision = "default" if precision in _DEFAULT_PRECISIONS or not contract_l else precision
+    precision = _told(equation.params["precision"]) if contract_l and not _is_exact(equation) else "default"
     return Head("dot_general", ref.value.dtype, tuple((part, 1) for part in own), data=precision, bound=bound)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -57,8 +58,8 @@ def _attend(
         scores = jnp.tanh(scores * given["ratio"]) * given["softcap"]
     else:
         scores = scores * jnp.asarray(given["scale"], scores.dtype)
-    for name in BIASES:
-        scores = scores + given[name] if name in form.arrays else scores
+    for name, sign in BIASES.items():
+        scores = scores + sign(given[name]) if name in form.arrays else scores
     if form.hides:
         given |= {"mask": jnp.arange(keys) <= jnp.arange(queries)[:, None]} if form.is_causal else {}
         hidden = jnp.asarray(given["hidden"], dtype if form.hides == "narrow sum" else scores.dtype)
@@ -270,9 +271,9 @@ def _arguments(arrays: dict[str, Any]) -> dict[str, Any]:
     made = joined(arrays)
     if (dropping := arrays.get(OPPOSITES["dropout_mask"])) is not None:
         made["dropout_mask"] = ~dropping
-    if "another_bias" in arrays:
+    if biases := [sign(arrays[name]) for name, sign in BIASES.items() if name in arrays]:
         with jax.numpy_dtype_promotion("standard"):
-            made["bias"] = arrays["bias"] + arrays["another_bias"]
+            made["bias"] = functools.reduce(operator.add, biases)
     if "sinks" in arrays:
         made["sinks"] = jnp.broadcast_to(arrays["sinks"], (arrays["query"].shape[2],))
     return {name: each for name, each in arrays.items() if name in _ARGUMENTS} | made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,8 @@ from xlafuse.fusion.terms import BY_ELEMENT
 THROUGH = BY_ELEMENT | {"reduce_sum", "exp"}
 """Primitives between the products of attention."""
 REACH = 80  # random bits of dropout are between
-BIASES = ("bias", "another_bias")
+BIASES = {"bias": operator.pos, "another_bias": operator.pos, "penalty": operator.neg}
+"""What is added to scores of each array that is added or subtracted."""
 OPPOSITES = {"mask": "hiding", "mask2": "hiding2", "dropout_mask": "dropping"}
 """The names of masks, and of those that are True where the operation's is False."""
 _ABSORBING = -1e30
@@ -123,7 +125,7 @@ def _precisions(scores: list[Value], exponential: Value) -> tuple[str, ...]:
 
 def _with_masks(form: Form, scores: list[Value]) -> Iterator[Form]:
     """Yields the form with the biases and each mask that there may be among the steps from scores to their softmax."""
-    choices, sums, biases = [], [], 0
+    choices, sums, added, subtracted = [], [], 0, 0
     for each in scores:
         assert each.equation is not None
         inputs = each.equation.inputs
@@ -132,12 +134,15 @@ def _with_masks(form: Form, scores: list[Value]) -> Iterator[Form]:
         elif each.primitive in ("add", "sub") and not any(number(own) is not None for own in inputs):
             if _subtracted_maximum(each):
                 continue
-            biases += 1
+            if each.primitive == "sub":
+                subtracted += 1
+                continue
+            added += 1
             for own in map(behind, inputs):
                 if (choice := _choice(own)) is not None and choice.other == 0:
                     sums.append(("sum" if own.dtype == each.dtype else "narrow sum", choice))
     for how, choice in choices[:1] or (sums if len(sums) == 1 else []):
-        masked = form.plus(*BIASES[: biases - (how != "choice")], hides=how)
+        masked = form.plus(*_biases(added - (how != "choice"), subtracted), hides=how)
         if len(choices) == 2 and choices[0][1].hidden == choices[1][1].hidden:
             names = (
                 (OPPOSITES[name] if each.is_opposite else name)
@@ -151,7 +156,11 @@ def _with_masks(form: Form, scores: list[Value]) -> Iterator[Form]:
         if how == "choice" or choice.hidden <= _ABSORBING:
             yield masked.plus(OPPOSITES["mask"] if choice.is_opposite else "mask")
     if not choices:
-        yield form.plus(*BIASES[:biases])
+        yield form.plus(*_biases(added, subtracted))
+
+
+def _biases(added: int, subtracted: int) -> tuple[str, ...]:
+    return ("bias", "another_bias")[:added] + ("penalty",)[:subtracted]
 
 
 def _subtracted_maximum(value: Value) -> Value | None:
