@@ -82,7 +82,7 @@ def test_other_sizes_run_the_same_program():
 
 
 def listed(sizes, rows, tile):
-    """The bounds of each group, and group, first row and number of rows of each tile, from a kernel that writes them."""
+    """The bounds of each group; the group, first row and number of rows of each tile: as a kernel finds them."""
     padded, count = padded_sizes(sizes), sizes.size
     most = -(-rows // tile) + count
 

@@ -22,7 +22,7 @@ from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.consumer import Consumer
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.groups import Groups, RowTile, group_types, padded_sizes
+from pallas_kernels.primitives.gemm.groups import REDUCTIONS, Groups, RowTile, group_types, padded_sizes, table_bytes
 from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
 from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES
 from pallas_kernels.primitives.gemm.pipeline import Producer, Ring, ring_types
@@ -63,7 +63,9 @@ def grouped_product(
     products = 1 if is_sum else len(weights)
     dtypes = epilogue.dtypes(products, dtype, dtype)
     stored = sum(dtype.itemsize for dtype in dtypes)
-    config = config.fitted(itemsize=dtype.itemsize, stored_bytes=stored, products=products)
+    config = config.fitted(
+        itemsize=dtype.itemsize, stored_bytes=stored, products=products, other_bytes=table_bytes(group_sizes.size)
+    )
     problem = Problem(
         m=rows,
         widths=(outputs,),
@@ -91,6 +93,7 @@ def grouped_product(
             group_types(sizes),
         ),
         blocks=min(target_device().core_count, (problem.grid[0] + group_sizes.size) * problem.grid[1]),
+        **REDUCTIONS,
     )
     results = kernel(sizes, list(x), list(weights), extras)
     return tuple(varying_like(result, sizes, *x, *weights, *extras.values()) for result in results)

@@ -22,7 +22,7 @@ from jax import lax
 from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.consumer import Consumer
-from pallas_kernels.primitives.gemm.groups import Groups, group_types, padded_sizes
+from pallas_kernels.primitives.gemm.groups import REDUCTIONS, Groups, group_types, padded_sizes, table_bytes
 from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
 from pallas_kernels.primitives.gemm.operands import COLUMNS, padded_rows
 from pallas_kernels.primitives.gemm.pipeline import Producer, Ring, release_last, ring_types, run_steps
@@ -43,7 +43,9 @@ def grouped_weight_gradient(
     groups, rows, features, outputs = group_sizes.size, x.shape[0], x.shape[1], dy.shape[1]
     sizes = padded_sizes(group_sizes)
     x, dy = padded_rows(x, TMA_ROWS), padded_rows(dy, TMA_ROWS)
-    config = GemmConfig().fitted(itemsize=x.dtype.itemsize, stored_bytes=dtype.itemsize)
+    config = GemmConfig().fitted(
+        itemsize=x.dtype.itemsize, stored_bytes=dtype.itemsize, other_bytes=table_bytes(groups)
+    )
     problem = Problem(m=features, widths=(outputs,), k=x.shape[0], dtype=x.dtype, config=config, transpose_a=True)
     pieces = Pieces.of(problem)
     tiles = groups * problem.grid[0] * problem.grid[1]
@@ -60,6 +62,7 @@ def grouped_weight_gradient(
             group_types(sizes),
         ),
         blocks=min(target_device().core_count, tiles),
+        **REDUCTIONS,
     )
     return varying_like(kernel(sizes, x, dy), sizes, x, dy)
 

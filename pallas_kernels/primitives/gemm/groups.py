@@ -17,6 +17,8 @@ from jax import lax
 _PART = 64
 """Groups that are summed at a time: the rows of the tensor cores' layout."""
 _LAYOUT = plgpu.Layout.WGMMA
+REDUCTIONS = {"reduction_scratch_bytes": 0}
+"""For `launcher`: sums of rows need no shared memory, which the table takes instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,11 @@ def padded_sizes(group_sizes: jax.Array) -> jax.Array:
 def group_types(group_sizes: jax.Array) -> tuple[Any, Any]:
     """Returns the scratch types of `Groups.table` and `Groups.is_listed`."""
     return plgpu.SMEM((2, pl.cdiv(group_sizes.size, _PART) * _PART), jnp.int32), plgpu.Barrier()
+
+
+def table_bytes(count: int) -> int:
+    """Returns the shared memory that the table takes beyond `REDUCTIONS`' 2048 bytes: none up to 256 groups."""
+    return max(0, 2 * 4 * pl.cdiv(count, _PART) * _PART - 2048)
 
 
 @dataclass(frozen=True, kw_only=True)
