@@ -1,9 +1,9 @@
 """Times grouped products on the attached GPU beside dense ones, XLA's, JAX's own examples and PyTorch's.
 
-    python scripts/time_grouped.py [-o RESULTS.json] [--only ROWSxFEATURESxOUTPUTSxGROUPS ...]
+    python scripts/time_grouped.py [-o RESULTS.json] [--only ROWSxFEATURESxOUTPUTSxGROUPS ...] [--peers xla jax torch]
 
-Sums of kernel times, in one interleaved run for each call. Results of the forward pass are compared first. --tiny:
-small sizes, to rehearse in the interpreter, where nothing is timed.
+Sums of kernel times, in one interleaved run for each call. Results of the forward pass are compared first. XLA tunes
+its own products for a minute a call. --tiny: small sizes, to rehearse in the interpreter, where nothing is timed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,9 @@ def torch_candidates(arrays: Mapping[str, jax.Array], sizes: list[jax.Array], ho
     return found
 
 
-def timed(rows: int, features: int, outputs: int, groups: int, *, has_times: bool = True) -> dict[str, float]:
+def timed(
+    rows: int, features: int, outputs: int, groups: int, *, peers: Sequence[str] = (), has_times: bool = True
+) -> dict[str, float]:
     """Returns the sum of kernel times of each call in microseconds; of a gradient's call all that it needs."""
     keys, dtype = jax.random.split(jax.random.key(0), 3), jnp.bfloat16
     x, dy = (jax.random.normal(key, (rows, size), dtype) for key, size in zip(keys, (features, outputs), strict=False))
@@ -128,23 +130,27 @@ def timed(rows: int, features: int, outputs: int, groups: int, *, has_times: boo
     is_few = rows <= MOST_FEW
     turns = [touched(rows, groups, turn) for turn in range(max(1, groups // rows))]
     sizes = {"": turns} if is_few else {f"{name} ": [each] for name, each in sizes_of(rows, groups).items()}
-    calls: Calls = {"ours forward": (ours, ("x", "w", "sizes")), "xla forward": (lax.ragged_dot, ("x", "w", "sizes"))}
-    calls |= examples(outputs, features) if has_times else {}
+    calls: Calls = {"ours forward": (ours, ("x", "w", "sizes"))}
+    if "xla" in peers:
+        calls["xla forward"] = lax.ragged_dot, ("x", "w", "sizes")
+    if "jax" in peers:
+        calls |= {name: call for name, call in examples(outputs, features).items() if "dw" not in name or not is_few}
     if not is_few:
         calls |= {
             "ours dx": (partial(dx, ours), ("x", "w", "sizes", "dy")),
             "ours dw": (partial(dw, ours), ("x", "w", "sizes", "dy")),
-            "xla dx": (partial(dx, lax.ragged_dot), ("x", "w", "sizes", "dy")),
             "gated": (gated, ("x", "w", "up", "sizes")),
             "gated apart": (gated_apart, ("x", "w", "up", "sizes")),
         }
-        if groups <= 64:  # XLA's needs more memory than there is
+        if "xla" in peers:
+            calls["xla dx"] = partial(dx, lax.ragged_dot), ("x", "w", "sizes", "dy")
+        if "xla" in peers and groups <= 64:  # more need more memory than there is
             calls["xla dw"] = partial(dw, lax.ragged_dot), ("x", "w", "sizes", "dy")
     elif not has_times:
         calls |= {"ours dw": (partial(dw, ours), ("x", "w", "sizes", "dy"))}
     arrays, candidates, results = {"x": x, "w": w, "dy": dy, "up": up}, [], {}
 
-    def add(name, call, inputs, kind="variant"):
+    def add(name: str, call: Any, inputs: Any, kind: Any = "variant") -> None:
         candidates.append(Candidate(name=name, kind=kind, call=call, inputs=inputs))
 
     for name, (function, takes) in calls.items():
@@ -160,7 +166,7 @@ def timed(rows: int, features: int, outputs: int, groups: int, *, has_times: boo
             print(f"{name} failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
     for how, several in sizes.items():
         try:
-            candidates += torch_candidates(arrays, several, how)
+            candidates += torch_candidates(arrays, several, how) if "torch" in peers else []
         except Exception as error:
             print(f"torch failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
     if is_few:
@@ -196,13 +202,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--only", nargs="+")
+    parser.add_argument("--peers", nargs="*", default=["xla", "jax", "torch"])
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     results = {}
     for call in TINY if options.tiny else (*FEW, *MANY):
         name = "x".join(map(str, call))
         if options.only is None or name in options.only:
-            results[name] = timed(*call, has_times=not options.tiny)
+            results[name] = timed(*call, peers=options.peers, has_times=not options.tiny)
             print(name, results[name], flush=True)
         if options.output:
             text = json.dumps({"gpu": jax.devices()[0].device_kind, "us": results}, indent=2)

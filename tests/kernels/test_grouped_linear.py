@@ -148,3 +148,34 @@ def test_errors(change, message):
 def test_gate_and_up_have_one_shape():
     with pytest.raises(ValueError, match="w_up must be like w_gate"):
         grouped_gated_linear(X, W, W[..., :64], jnp.asarray([1, 2, 3]))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+@pytest.mark.parametrize("which", ["bias_gate", "bias_up", "both"])
+def test_gated_biases(which, implementation):
+    """In float64, group by group; rows of no group are zero, and add nothing to the biases' gradients."""
+    sizes, bias = jnp.asarray([70, 0, 33]), normal(3, OUTPUTS, seed=3)
+    names = ("bias_gate", "bias_up") if which == "both" else (which,)
+    group = np.repeat(np.arange(4), [70, 0, 33, 97])
+
+    def run(x, *biases):
+        given = dict(zip(names, biases, strict=True))
+        return grouped_gated_linear(x, W, W, sizes, implementation=implementation, **given)
+
+    with plgpu.force_gpu_interpret_mode():
+        y, pull_back = jax.vjp(run, X, *[bias] * len(names))
+        _, *found = pull_back(DY)
+    x, w, b, dy = (np.asarray(each, np.float64) for each in (X, W, np.pad(np.asarray(bias), ((0, 1), (0, 0))), DY))
+    products = np.stack([row @ w[g] if g < 3 else np.zeros(OUTPUTS) for row, g in zip(x, group, strict=True)])
+    gate, up = (products + b[group] * (name in names) for name in ("bias_gate", "bias_up"))
+    sigmoid = 1 / (1 + np.exp(-gate))
+    np.testing.assert_allclose(np.asarray(y, np.float64), gate * sigmoid * up, atol=0.05, rtol=0.02)
+    slopes = {"bias_gate": dy * up * sigmoid * (1 + gate * (1 - sigmoid)), "bias_up": dy * gate * sigmoid}
+    for name, got in zip(names, found, strict=True):
+        want = np.stack([slopes[name][group == g].sum(0) for g in range(3)])
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=0.02 * np.abs(want).max())
+
+
+def test_a_gated_bias_has_the_weights_groups():
+    with pytest.raises(ValueError, match="bias_up must be floating"):
+        grouped_gated_linear(X, W, W, jnp.asarray([1, 2, 3]), bias_up=jnp.ones(OUTPUTS))

@@ -69,11 +69,7 @@ def grouped_linear(
     function = optional_activation("grouped_linear", activation)
     check_groups("grouped_linear", x, {"w": w}, group_sizes, transpose=transpose)
     outputs = w.shape[1 if transpose else 2]
-    if bias is not None and (bias.shape != (w.shape[0], outputs) or not jnp.issubdtype(bias.dtype, jnp.floating)):
-        raise ValueError(
-            f"grouped_linear: bias must be floating, {(w.shape[0], outputs)} as w's groups and outputs, got "
-            f"{bias.dtype.name}{list(bias.shape)}."
-        )
+    check_group_bias("grouped_linear", "bias", bias, (w.shape[0], outputs))
     support = {"mosaic": partial(mosaic_unsupported, x, outputs), "xla": lambda: None}
     chosen = choose("grouped_linear", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0 or w.size == 0:
@@ -92,6 +88,15 @@ def mosaic_unsupported(x: jax.Array, outputs: int) -> str | None:
         if size % COLUMNS or size < FEWEST_OUTPUTS:
             return f"there are {size} {name}; the kernels take multiples of {COLUMNS}, and at least {FEWEST_OUTPUTS}"
     return mosaic_gpu_unsupported()
+
+
+def check_group_bias(operation: str, name: str, bias: jax.Array | None, shape: tuple[int, int]) -> None:
+    """Raises ValueError unless the bias, if there is one, is floating and of the shape (groups, outputs)."""
+    if bias is not None and (bias.shape != shape or not jnp.issubdtype(bias.dtype, jnp.floating)):
+        raise ValueError(
+            f"{operation}: {name} must be floating, {shape} as the weights' groups and outputs, got "
+            f"{bias.dtype.name}{list(bias.shape)}."
+        )
 
 
 def check_groups(

@@ -42,7 +42,7 @@ def grouped_product(
     *,
     transpose: bool = False,
     epilogue: Epilogue | None = None,
-    bias: jax.Array | None = None,
+    biases: Sequence[jax.Array] = (),
     config: GemmConfig,
     name: str,
 ) -> tuple[jax.Array, ...]:
@@ -54,7 +54,7 @@ def grouped_product(
         weights: each (groups, features, outputs), or (groups, outputs, features) with `transpose`, of x's dtype.
         group_sizes: (groups,), integers: the rows of each group, one group after the other.
         epilogue: what follows the products, as in `gemm`.
-        bias: (groups, outputs), any floating dtype.
+        biases: (groups, outputs) of each product, any floating dtype; or none.
         config: the tiling, without clusters or several widths.
     """
     epilogue = epilogue or Epilogue()
@@ -78,7 +78,8 @@ def grouped_product(
         has_any_rows=True,
     )
     sizes = padded_sizes(group_sizes)
-    extras = {} if bias is None else {"bias": _padded(bias, sum(problem.strip))}
+    columns = sum(problem.strip)
+    extras = {"bias": [_padded(bias, columns) for bias in biases]}
     panel = SWIZZLE_BYTES // max(dtype.itemsize for dtype in dtypes)
     pieces = Pieces.of(problem, most_columns=panel)
     kernel = launcher(
@@ -96,7 +97,7 @@ def grouped_product(
         **REDUCTIONS,
     )
     results = kernel(sizes, list(x), list(weights), extras)
-    return tuple(varying_like(result, sizes, *x, *weights, *extras.values()) for result in results)
+    return tuple(varying_like(result, sizes, *x, *weights, *extras["bias"]) for result in results)
 
 
 def _padded(bias: jax.Array, multiple: int) -> jax.Array:
@@ -132,7 +133,7 @@ def _roles(
 
         def multiply(tile: RowTile, column: jax.Array, before: jax.Array) -> None:
             own_rows = tile.count - first_row
-            own = {name: ref.at[tile.group] if name == "bias" else ref for name, ref in extra_refs.items()}
+            own = {"bias": [ref.at[tile.group] for ref in extra_refs["bias"]]}
             store = Store(
                 pieces=pieces,
                 epilogue=epilogue,

@@ -5,6 +5,7 @@ That takes less than a microsecond for 128 groups. As a program of XLA it would 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax import lax
 _PART = 64
 """Groups that are summed at a time: the rows of the tensor cores' layout."""
 _LAYOUT = plgpu.Layout.WGMMA
-REDUCTIONS = {"reduction_scratch_bytes": 0}
+REDUCTIONS: Mapping[str, Any] = {"reduction_scratch_bytes": 0}
 """For `launcher`: sums of rows need no shared memory, which the table takes instead."""
 
 
