@@ -4,6 +4,7 @@
 
 Sums of kernel times, in one interleaved run for each call. Results of the forward pass are compared first. XLA tunes
 its own products for a minute a call. --tiny: small sizes, to rehearse in the interpreter, where nothing is timed.
+--count: how much of the multiprocessors' time drawn sizes could fill; needs no GPU.
 """
 
 from __future__ import annotations
@@ -197,6 +198,29 @@ def check(results: Mapping[str, jax.Array]) -> None:
             print(f"{name}: differs by {np.abs(want - got).max():.3f} of {np.abs(want).max():.3f}", flush=True)
 
 
+def filled(rows: int, outputs: int, groups: int, *, cores: int = 132) -> dict[str, float]:
+    """Returns the share of the tiles' time that rows of groups fill, by tiling: the mean of 200 draws of sizes.
+
+    A tile of 128 × 256 takes 1, others as their area. Balanced: as if any multiprocessor could take any part of a tile.
+    """
+    found: dict[str, list[float]] = {}
+    for seed in range(200):
+        generator = np.random.default_rng(seed)
+        sizes = generator.multinomial(rows, generator.dirichlet(np.full(groups, 1.0 if groups <= 8 else 2.0)))
+
+        def tiles(height: int, width: int, sizes: np.ndarray = sizes) -> int:
+            return int(np.sum(-(-sizes // height))) * -(-outputs // width)
+
+        wide, rest = tiles(128, 256), tiles(128, 256) % cores
+        times = {f"{h}x{w}": -(-tiles(h, w) // cores) * h * w / 32768 for h, w in ((128, 256), (128, 192), (192, 192))}
+        times["128x256, last wave of half tiles"] = wide // cores + (0.5 if 0 < 2 * rest <= cores else float(rest > 0))
+        times["128x256, balanced"] = wide / cores
+        times["64x256, balanced"] = tiles(64, 256) / 2 / cores
+        for name, time in times.items():
+            found.setdefault(name, []).append(rows * outputs / (cores * 32768) / time)
+    return {name: round(float(np.mean(each)), 3) for name, each in found.items()}
+
+
 def main() -> None:
     """Prints the times of each call, and writes them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -204,7 +228,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--peers", nargs="*", default=["xla", "jax", "torch"])
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--count", action="store_true")
     options = parser.parse_args()
+    if options.count:
+        for rows, _, outputs, groups in MANY:
+            print(rows, outputs, groups, filled(rows, outputs, groups))
+        return
     results = {}
     for call in TINY if options.tiny else (*FEW, *MANY):
         name = "x".join(map(str, call))
