@@ -9,6 +9,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from rewriting import normal
 
+import xlafuse
+
 ROWS, FEATURES, HIDDEN, GROUPS = 48, 128, 192, 3
 X = normal((ROWS, FEATURES), seed=1).astype(jnp.bfloat16)
 GATE, UP = (normal((GROUPS, FEATURES, HIDDEN), seed=seed).astype(jnp.bfloat16) / 8 for seed in (2, 3))
@@ -44,6 +46,47 @@ def test_gate_and_up_of_other_groups_are_two_products(sites):
         return jax.nn.silu(lax.ragged_dot(x, gate, sizes)) * lax.ragged_dot(x, up, sizes[::-1])
 
     assert sites(apart, X, GATE, UP, SIZES) == ["grouped_linear", "grouped_linear"]
+
+
+def test_gate_and_up_of_rows_in_other_orders_are_two_products(sites):
+    def apart(x, gate, up, sizes):
+        return jax.nn.silu(lax.ragged_dot(x, gate, sizes)) * lax.ragged_dot(x[::-1], up, sizes)
+
+    assert sites(apart, X, GATE, UP, SIZES) == ["grouped_linear", "grouped_linear"]
+
+
+def test_rows_that_are_not_sorted_are_left(sites):
+    """Each row has the weights of its own expert: no group has consecutive rows."""
+    experts = jnp.arange(ROWS) % GROUPS
+
+    def each(x, gate, up, experts):
+        products = [jnp.einsum("rf,rfo->ro", x, w[experts], preferred_element_type=x.dtype) for w in (gate, up)]
+        return jax.nn.silu(products[0]) * products[1]
+
+    def masked(x, gate, experts):
+        of_all = jnp.einsum("rf,gfo->gro", x, gate, preferred_element_type=x.dtype)
+        return jnp.sum(jnp.where((experts == jnp.arange(GROUPS)[:, None])[..., None], of_all, 0), axis=0)
+
+    assert "grouped_gated_linear" not in sites(each, X, GATE, UP, experts)
+    assert "grouped_linear" not in sites(masked, X, GATE, experts)
+
+
+def test_bias_of_rows_of_no_group_is_not_dropped(sites):
+    """`jnp.repeat` gives rows behind the last group the last one's bias; the operation would make them zero."""
+
+    def biased(x, w, bias, sizes):
+        return lax.ragged_dot(x, w, sizes) + jnp.repeat(bias, sizes, axis=0, total_repeat_length=ROWS)
+
+    bias = normal((GROUPS, HIDDEN), seed=7).astype(jnp.bfloat16)
+    assert sites(biased, X, UP, bias, SIZES) == ["grouped_linear"]
+
+
+def test_under_vmap_each_call_is_taken():
+    told = []
+    many = [jnp.stack([each, each]) for each in (X, UP, SIZES)]
+    found = jax.vmap(xlafuse.fuse(lax.ragged_dot, report=told.append))(*many)
+    assert [each.operation for each in told[0].taken] == ["grouped_linear"]
+    assert jnp.array_equal(found[1], lax.ragged_dot(X, UP, SIZES))
 
 
 @pytest.mark.parametrize(

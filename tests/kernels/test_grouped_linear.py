@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import grouped_gated_linear, grouped_linear
-from pallas_kernels.primitives.gemm.grouped import schedule_of
+from pallas_kernels.primitives.gemm.groups import Groups, group_types, padded_sizes
 
 ROWS, FEATURES, OUTPUTS = 200, 128, 192
 SIZES = {
@@ -81,20 +81,50 @@ def test_other_sizes_run_the_same_program():
     assert not jnp.array_equal(first, second)
 
 
+def listed(sizes, rows, tile):
+    """The bounds of each group; the group, first row and number of rows of each tile: as a kernel finds them."""
+    padded, count = padded_sizes(sizes), sizes.size
+    most = -(-rows // tile) + count
+
+    def body(sizes_ref, bounds, tiles, table, is_listed):
+        options = {"sizes": sizes_ref, "table": table, "is_listed": is_listed}
+        groups = Groups(count=count, rows=rows, tile=tile, **options)
+        groups.list()
+        plgpu.barrier_wait(is_listed)
+        for group in range(count + 1):
+            bounds[group, 0], bounds[group, 1] = groups.bounds(group)
+
+        def write(i, _):
+            found = groups.tile_at(i)
+            for place, value in enumerate((found.group, found.first, found.count)):
+                tiles[i, place] = value
+
+        tiles[most, 0] = groups.tiles()
+        jax.lax.fori_loop(0, groups.tiles(), write, None)
+
+    out_type = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((count + 1, 2), (most + 1, 3))]
+    return [
+        np.asarray(each) for each in plgpu.kernel(body, out_type=out_type, scratch_types=group_types(padded))(padded)
+    ]
+
+
 @pytest.mark.parametrize("tile", [64, 128])
-def test_schedule_has_each_row_once(tile):
-    for seed in range(20):
+def test_tiles_have_each_row_once(tile):
+    for seed in range(12):
         rng = np.random.default_rng(seed)
-        rows, groups = int(rng.integers(1, 600)), int(rng.integers(1, 20))
+        rows, groups = int(rng.integers(1, 600)), int(rng.choice([1, 3, 8, 20, 64, 130]))
         sizes = rng.integers(-20, 2 * rows // groups + 2, groups)
-        *tiles, last = map(np.asarray, schedule_of(jnp.asarray(sizes), rows, tile))
-        group, first, end = (each[: last[-1]] for each in tiles)
-        found = np.full(rows, -1)
-        for g, start, stop in zip(group, first, np.minimum(end, first + tile), strict=True):
-            assert (found[start:stop] == -1).all()
-            found[start:stop] = g
+        with plgpu.force_gpu_interpret_mode():
+            bounds, tiles = listed(jnp.asarray(sizes), rows, tile)
         want = np.repeat(np.arange(groups), np.maximum(sizes, 0))[:rows]
-        np.testing.assert_array_equal(found, np.append(want, np.full(rows - want.size, groups)))
+        want = np.append(want, np.full(rows - want.size, groups))
+        found = np.full(rows, -1)
+        for group, first, count in tiles[: tiles[-1, 0]]:
+            assert count <= tile
+            assert (found[first : first + count] == -1).all()
+            found[first : first + count] = group
+        np.testing.assert_array_equal(found, want)
+        np.testing.assert_array_equal(np.diff(bounds)[:, 0], np.bincount(want, minlength=groups + 1))
 
 
 @pytest.mark.parametrize(
@@ -118,3 +148,34 @@ def test_errors(change, message):
 def test_gate_and_up_have_one_shape():
     with pytest.raises(ValueError, match="w_up must be like w_gate"):
         grouped_gated_linear(X, W, W[..., :64], jnp.asarray([1, 2, 3]))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+@pytest.mark.parametrize("which", ["bias_gate", "bias_up", "both"])
+def test_gated_biases(which, implementation):
+    """In float64, group by group; rows of no group are zero, and add nothing to the biases' gradients."""
+    sizes, bias = jnp.asarray([70, 0, 33]), normal(3, OUTPUTS, seed=3)
+    names = ("bias_gate", "bias_up") if which == "both" else (which,)
+    group = np.repeat(np.arange(4), [70, 0, 33, 97])
+
+    def run(x, *biases):
+        given = dict(zip(names, biases, strict=True))
+        return grouped_gated_linear(x, W, W, sizes, implementation=implementation, **given)
+
+    with plgpu.force_gpu_interpret_mode():
+        y, pull_back = jax.vjp(run, X, *[bias] * len(names))
+        _, *found = pull_back(DY)
+    x, w, b, dy = (np.asarray(each, np.float64) for each in (X, W, np.pad(np.asarray(bias), ((0, 1), (0, 0))), DY))
+    products = np.stack([row @ w[g] if g < 3 else np.zeros(OUTPUTS) for row, g in zip(x, group, strict=True)])
+    gate, up = (products + b[group] * (name in names) for name in ("bias_gate", "bias_up"))
+    sigmoid = 1 / (1 + np.exp(-gate))
+    np.testing.assert_allclose(np.asarray(y, np.float64), gate * sigmoid * up, atol=0.05, rtol=0.02)
+    slopes = {"bias_gate": dy * up * sigmoid * (1 + gate * (1 - sigmoid)), "bias_up": dy * gate * sigmoid}
+    for name, got in zip(names, found, strict=True):
+        want = np.stack([slopes[name][group == g].sum(0) for g in range(3)])
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=0.02 * np.abs(want).max())
+
+
+def test_a_gated_bias_has_the_weights_groups():
+    with pytest.raises(ValueError, match="bias_up must be floating"):
+        grouped_gated_linear(X, W, W, jnp.asarray([1, 2, 3]), bias_up=jnp.ones(OUTPUTS))

@@ -12,7 +12,7 @@ from pallas_kernels.ops._products.checks import check_operands, optional_activat
 from pallas_kernels.ops.grouped_linear.mosaic_gpu import grouped_linear_mosaic
 from pallas_kernels.ops.grouped_linear.reference import grouped_linear_reference
 from pallas_kernels.primitives.checks import as_arrays, as_int32, optional_arrays, static_flag
-from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES, FEWEST_OUTPUTS
+from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -49,7 +49,7 @@ def grouped_linear(
         transpose: whether the weights are stored transposed.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features and outputs must
-            be multiples of 64, and at least 128.
+            be multiples of 64.
             "xla": always runs.
             None: "mosaic" if it can run, else "xla".
 
@@ -69,11 +69,7 @@ def grouped_linear(
     function = optional_activation("grouped_linear", activation)
     check_groups("grouped_linear", x, {"w": w}, group_sizes, transpose=transpose)
     outputs = w.shape[1 if transpose else 2]
-    if bias is not None and (bias.shape != (w.shape[0], outputs) or not jnp.issubdtype(bias.dtype, jnp.floating)):
-        raise ValueError(
-            f"grouped_linear: bias must be floating, {(w.shape[0], outputs)} as w's groups and outputs, got "
-            f"{bias.dtype.name}{list(bias.shape)}."
-        )
+    check_group_bias("grouped_linear", "bias", bias, (w.shape[0], outputs))
     support = {"mosaic": partial(mosaic_unsupported, x, outputs), "xla": lambda: None}
     chosen = choose("grouped_linear", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0 or w.size == 0:
@@ -89,9 +85,18 @@ def mosaic_unsupported(x: jax.Array, outputs: int) -> str | None:
     if x.dtype.name not in DTYPES:
         return f"x is {x.dtype.name}, the kernels take {', '.join(DTYPES)}"
     for name, size in (("features", x.shape[1]), ("outputs", outputs)):
-        if size % COLUMNS or size < FEWEST_OUTPUTS:
-            return f"there are {size} {name}; the kernels take multiples of {COLUMNS}, and at least {FEWEST_OUTPUTS}"
+        if size % COLUMNS:
+            return f"there are {size} {name}; the kernels take multiples of {COLUMNS}"
     return mosaic_gpu_unsupported()
+
+
+def check_group_bias(operation: str, name: str, bias: jax.Array | None, shape: tuple[int, int]) -> None:
+    """Raises ValueError unless the bias, if there is one, is floating and of the shape (groups, outputs)."""
+    if bias is not None and (bias.shape != shape or not jnp.issubdtype(bias.dtype, jnp.floating)):
+        raise ValueError(
+            f"{operation}: {name} must be floating, {shape} as the weights' groups and outputs, got "
+            f"{bias.dtype.name}{list(bias.shape)}."
+        )
 
 
 def check_groups(

@@ -47,7 +47,7 @@ def _forward(activation, transpose, x, w, bias, group_sizes, *, keeps_product=Fa
         group_sizes,
         transpose=transpose,
         epilogue=Epilogue(activation=activation, keeps_products=keeps_product),
-        bias=bias,
+        biases=[] if bias is None else [bias],
         config=default_config(x.shape[0], w.shape[0], w.shape[1 if transpose else 2]),
         name="grouped_linear",
     )
@@ -67,13 +67,17 @@ def grouped_linear_backward(activation, transpose, saved, dy):
         wide = products[0].astype(jnp.float32)
         wide = wide if bias is None else wide + bias.astype(jnp.float32)[group]
         dy = jax.vjp(activation.reference, wide)[1](dy.astype(jnp.float32))[0].astype(x.dtype)
-    dbias = None
-    if bias is not None:
-        own = jnp.where((group < w.shape[0])[:, None], dy, 0)
-        one_hot = jax.nn.one_hot(group, w.shape[0], dtype=dy.dtype)
-        dbias = jnp.dot(one_hot.T, own, preferred_element_type=jnp.float32).astype(bias.dtype)
     dx, dw = grouped_gradients(x, w, dy, group_sizes, transpose=transpose)
-    return dx, dw, dbias, None
+    return dx, dw, bias_gradient(bias, dy, group), None
+
+
+def bias_gradient(bias: jax.Array | None, dy: jax.Array, group: jax.Array) -> jax.Array | None:
+    """Returns the sum of dy's rows of each group, or None without a bias. group: of each row."""
+    if bias is None:
+        return None
+    own = jnp.where((group < bias.shape[0])[:, None], dy, 0)
+    one_hot = jax.nn.one_hot(group, bias.shape[0], dtype=dy.dtype)
+    return jnp.dot(one_hot.T, own, preferred_element_type=jnp.float32).astype(bias.dtype)
 
 
 def grouped_gradients(

@@ -29,11 +29,12 @@ def _call(x, *, groups, outputs, is_gated=False, bias=False, activation=None, tr
     deviation = (2.0 if is_gated else 1.0) * features**-0.5
     w = ArraySpec(shape=(groups, *sizes), dtype=x.dtype, deviation=deviation)
     most = 2 * rows // groups + 1
+    biases = ("bias_gate", "bias_up") if is_gated else ("bias",)
     operands = {
         "x": x,
         **({"w_gate": w, "w_up": w} if is_gated else {"w": w}),
         "group_sizes": ArraySpec(shape=(groups,), dtype="int32", fill="integers", minimum=-empty * most, maximum=most),
-        "bias": bias and ArraySpec(shape=(groups, outputs), dtype=x.dtype),
+        **{name: bias and ArraySpec(shape=(groups, outputs), dtype=x.dtype) for name in biases},
     }
     options = {"activation": activation, **({} if is_gated else {"transpose": transpose})}
     details = "bias" * bias, activation or "", "transposed" * transpose, "empty" * bool(empty)
@@ -67,10 +68,12 @@ def _linear_backward(*, x, w, group_sizes, bias=None, activation=None, transpose
     return tuple(gradient for gradient in gradients if gradient is not None)
 
 
-def _gated_backward(*, x, w_gate, w_up, group_sizes, activation, cotangents):
+def _gated_backward(*, x, w_gate, w_up, group_sizes, activation, bias_gate=None, bias_up=None, cotangents):
     (dy,) = cotangents  # stands for both products that the forward pass keeps
     function = get_activation("grouped_gated_linear", activation)
-    return grouped_gated_linear_backward(function, (x, w_gate, w_up, group_sizes, dy, dy), dy)[:3]
+    saved = (x, w_gate, w_up, (bias_gate, bias_up), group_sizes, dy, dy)
+    dx, dw_gate, dw_up, dbiases, _ = grouped_gated_linear_backward(function, saved, dy)
+    return dx, dw_gate, dw_up, *(each for each in dbiases if each is not None)
 
 
 def _operation(
@@ -111,6 +114,7 @@ GROUPED_LINEAR = _operation(
         _call(203, features=192, groups=3, outputs=128, dtype="float16", transpose=True),
         _call(70, features=128, groups=9, outputs=128, empty=1, bias=True, activation="silu"),
         _call(40, features=128, groups=16, outputs=128, bias=True),
+        _call(90, features=64, groups=3, outputs=64),
         _call(30, features=72, groups=3, outputs=40, tags="test ragged"),
         _call(0, features=128, groups=2, outputs=128, tags="test empty"),
         _call(24, features=128, groups=2, outputs=128, fill="zeros", tags="test extreme"),
@@ -127,16 +131,16 @@ GROUPED_GATED_LINEAR = _operation(
     grouped_gated_linear,
     grouped_gated_linear_reference,
     _gated_backward,
-    ("x", "w_gate", "w_up"),
+    ("x", "w_gate", "w_up", "bias_gate", "bias_up"),
     weights=("w_gate", "w_up"),
     read_again=3,
     calls=(
         _gated(150, features=128, groups=4, outputs=192),
-        _gated(70, features=128, groups=9, outputs=128, dtype="float16", activation="gelu_tanh", empty=2),
+        _gated(70, features=128, groups=9, outputs=128, dtype="float16", activation="gelu_tanh", empty=2, bias=True),
         _gated(30, features=72, groups=3, outputs=40, tags="test ragged"),
         _gated(0, features=128, groups=2, outputs=128, tags="test empty"),
         _gated(24, features=128, groups=2, outputs=128, fill="zeros", tags="test extreme"),
-        _gated(3000, features=1024, groups=17, outputs=1088, activation="gelu_tanh", empty=1, tags="gpu"),
+        _gated(3000, features=1024, groups=17, outputs=1088, activation="gelu_tanh", empty=1, bias=True, tags="gpu"),
         _gated(16384, features=4096, groups=8, outputs=14336, tags="gpu bench"),
         _gated(16384, features=2048, groups=64, outputs=1536, tags="gpu bench"),
         _gated(64, features=2048, groups=128, outputs=768, tags="gpu bench"),

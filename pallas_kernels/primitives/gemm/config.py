@@ -70,16 +70,17 @@ class GemmConfig:
         """Registers of each consumer thread."""
         return min(_MOST_REGISTERS, (_REGISTERS - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8)
 
-    def fitted(self, *, itemsize: int, stored_bytes: int, products: int = 1) -> GemmConfig:
+    def fitted(self, *, itemsize: int, stored_bytes: int, products: int = 1, other_bytes: int = 0) -> GemmConfig:
         """Returns the configuration with as many stages as fit in shared memory.
 
         stored_bytes: bytes of one element, summed over all results. products: the number of accumulators.
+        other_bytes: of shared memory that the kernel needs besides.
         """
         stage = (self.tile_m + self.tile_n) * self.tile_k * itemsize
         width = self.tile_n // products
         columns = min(self.store_columns, width)
         store = self.warpgroups * min(self.store_slots, width // columns) * self.warpgroup_rows * columns * stored_bytes
-        left = SHARED_BYTES - _RESERVED_BYTES - store
+        left = SHARED_BYTES - _RESERVED_BYTES - store - other_bytes
         return replace(self, stages=max(2, min(self.stages, left // stage)))
 
 

@@ -1,15 +1,14 @@
 """Products of consecutive groups of rows with a matrix each: which rows belong to which group is known on the device.
 
-A schedule, which XLA computes from the sizes of the groups, lists tiles of rows: each has rows of one group, or rows
-that belong to none, whose results are zero. There is at most one tile more for each group than for as many rows in one
-group; blocks share those that there are. Tiles begin at any row. So operands and results lie in panels (`row_tiles`),
-of which TMA loads and stores any number of rows.
+A tile has rows of one group, or rows that belong to none, whose results are zero. There is at most one tile more for
+each group than for as many rows in one group; blocks share those that there are. Tiles begin at any row. So operands
+and results lie in panels (`row_tiles`), of which TMA loads and stores any number of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.consumer import Consumer
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.groups import REDUCTIONS, Groups, RowTile, group_types, padded_sizes, table_bytes
 from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
 from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES
 from pallas_kernels.primitives.gemm.pipeline import Producer, Ring, ring_types
@@ -34,33 +34,6 @@ from pallas_kernels.primitives.platform import target_device, varying_like
 _FEW = TMA_ROWS
 """Up to so many rows of a tile, no others are loaded."""
 
-Schedule = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-"""Each tile's group, its first row, and the end of its group's rows, (most tiles,) int32, with anything behind the last
-tile; and the number of tiles up to the last one of each group."""
-
-
-def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns where each group's rows start and end, (groups + 1,) int32 each; last are the rows of no group.
-
-    Negative sizes count as zero, and groups that would end behind the last row end there. Sums of a comparison are one
-    launch, `jnp.cumsum` would be several.
-    """
-    sizes = jnp.pad(jnp.clip(group_sizes.astype(jnp.int32), 0, rows), (0, 1), constant_values=rows)
-    place = jnp.arange(sizes.size)
-    ends = jnp.sum(jnp.where(place <= place[:, None], sizes, 0), axis=1)
-    return jnp.minimum(ends - sizes, rows), jnp.minimum(ends, rows)
-
-
-def schedule_of(group_sizes: jax.Array, rows: int, tile: int) -> Schedule:
-    """Returns tiles of at most `tile` rows."""
-    starts, ends = group_bounds(group_sizes, rows)
-    counts = -(-(ends - starts) // tile)
-    place = jnp.arange(counts.size)
-    last = jnp.sum(jnp.where(place <= place[:, None], counts, 0), axis=1)
-    number = jnp.arange(-(-rows // tile) + group_sizes.size)
-    group = jnp.sum(last <= number[:, None], axis=1, dtype=jnp.int32)
-    return group, starts[group] + (number - last[group] + counts[group]) * tile, ends[group], last
-
 
 def grouped_product(
     x: Sequence[jax.Array],
@@ -69,7 +42,7 @@ def grouped_product(
     *,
     transpose: bool = False,
     epilogue: Epilogue | None = None,
-    bias: jax.Array | None = None,
+    biases: Sequence[jax.Array] = (),
     config: GemmConfig,
     name: str,
 ) -> tuple[jax.Array, ...]:
@@ -81,7 +54,7 @@ def grouped_product(
         weights: each (groups, features, outputs), or (groups, outputs, features) with `transpose`, of x's dtype.
         group_sizes: (groups,), integers: the rows of each group, one group after the other.
         epilogue: what follows the products, as in `gemm`.
-        bias: (groups, outputs), any floating dtype.
+        biases: (groups, outputs) of each product, any floating dtype; or none.
         config: the tiling, without clusters or several widths.
     """
     epilogue = epilogue or Epilogue()
@@ -90,7 +63,9 @@ def grouped_product(
     products = 1 if is_sum else len(weights)
     dtypes = epilogue.dtypes(products, dtype, dtype)
     stored = sum(dtype.itemsize for dtype in dtypes)
-    config = config.fitted(itemsize=dtype.itemsize, stored_bytes=stored, products=products)
+    config = config.fitted(
+        itemsize=dtype.itemsize, stored_bytes=stored, products=products, other_bytes=table_bytes(group_sizes.size)
+    )
     problem = Problem(
         m=rows,
         widths=(outputs,),
@@ -102,24 +77,27 @@ def grouped_product(
         depths=(features,) * len(x) if is_sum else (),
         has_any_rows=True,
     )
-    schedule = schedule_of(group_sizes, rows, config.tile_m)
-    extras = {} if bias is None else {"bias": _padded(bias, sum(problem.strip))}
+    sizes = padded_sizes(group_sizes)
+    columns = sum(problem.strip)
+    extras = {"bias": [_padded(bias, columns) for bias in biases]}
     panel = SWIZZLE_BYTES // max(dtype.itemsize for dtype in dtypes)
     pieces = Pieces.of(problem, most_columns=panel)
     kernel = launcher(
         problem,
-        partial(_roles, problem, pieces, epilogue, dtypes),
+        partial(_roles, problem, pieces, epilogue, dtypes, group_sizes.size),
         name=name,
         out_type=[jax.ShapeDtypeStruct((rows, outputs), dtype) for dtype in dtypes],
         scratch_types=(
             ring_types(problem),
             [pieces.scratch(dtype, config.warpgroups) for dtype in dtypes],
             plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
+            group_types(sizes),
         ),
-        blocks=min(target_device().core_count, schedule[0].size * problem.grid[1]),
+        blocks=min(target_device().core_count, (problem.grid[0] + group_sizes.size) * problem.grid[1]),
+        **REDUCTIONS,
     )
-    results = kernel(schedule, list(x), list(weights), extras)
-    return tuple(varying_like(result, *schedule, *x, *weights, *extras.values()) for result in results)
+    results = kernel(sizes, list(x), list(weights), extras)
+    return tuple(varying_like(result, sizes, *x, *weights, *extras["bias"]) for result in results)
 
 
 def _padded(bias: jax.Array, multiple: int) -> jax.Array:
@@ -127,40 +105,35 @@ def _padded(bias: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(bias, ((0, 0), (0, -bias.shape[1] % multiple)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowTile:
-    """A tile's group, first row and number of rows. is_product: whether it has rows of a group."""
-
-    group: jax.Array
-    first: jax.Array
-    count: jax.Array
-    is_product: jax.Array
-
-
-def _roles(problem: Problem, pieces: Pieces, epilogue: Epilogue, dtypes: Sequence[jnp.dtype], *refs: Any) -> Roles:
-    """Returns the function that `launcher` takes."""
-    schedule, x_refs, w_refs, extra_refs, *outputs, ring_refs, buffers, arrived = refs
+def _roles(
+    problem: Problem, pieces: Pieces, epilogue: Epilogue, dtypes: Sequence[jnp.dtype], count: int, *refs: Any
+) -> Roles:
+    """Returns the function that `launcher` takes. count: of groups."""
+    sizes, x_refs, w_refs, extra_refs, *outputs, ring_refs, buffers, arrived, (table, is_listed) = refs
     ring = Ring.of(problem, ring_refs)
-    groups = w_refs[0].shape[0]
+    tile_m = problem.config.tile_m
+    groups = Groups(count=count, rows=problem.m, tile=tile_m, sizes=sizes, table=table, is_listed=is_listed)
 
     def load_tile(tile: RowTile, column: jax.Array, before: jax.Array) -> None:
         @pl.when(tile.is_product)
         def _():
             own = [ref.at[tile.group] for ref in w_refs]
-            for rows, is_enough in ((_FEW, tile.count <= _FEW), (problem.config.tile_m, tile.count > _FEW)):
+            for rows, is_enough in ((_FEW, tile.count <= _FEW), (tile_m, tile.count > _FEW)):
                 producer = Producer(problem=problem, ring=ring, a=x_refs, b=own, rows=rows)
-                pl.when(is_enough)(partial(producer.tile, tile.first, column, None, before))
+                load = partial(producer.tile, tile.first, column, None, before)
+                pl.when(is_enough)(in_one_warp(load, *x_refs, *w_refs))
 
     def produce() -> None:
-        steps = _for_each_tile(problem, schedule, groups, load_tile)
-        drain(ring.empty, problem.config.stages, steps)
+        steps = _for_each_tile(problem, groups, load_tile)
+        in_one_warp(partial(drain, ring.empty, problem.config.stages, steps), *x_refs, *w_refs)()
 
     def consume(warpgroup: jax.Array) -> None:
         first_row = warpgroup * problem.config.warpgroup_rows
+        pl.when(warpgroup == 0)(groups.list)
 
         def multiply(tile: RowTile, column: jax.Array, before: jax.Array) -> None:
-            count = tile.count - first_row
-            own = {name: ref.at[tile.group] if name == "bias" else ref for name, ref in extra_refs.items()}
+            own_rows = tile.count - first_row
+            own = {"bias": [ref.at[tile.group] for ref in extra_refs["bias"]]}
             store = Store(
                 pieces=pieces,
                 epilogue=epilogue,
@@ -169,38 +142,35 @@ def _roles(problem: Problem, pieces: Pieces, epilogue: Epilogue, dtypes: Sequenc
                 buffers=[pieces.tiles(buffer, d).at(warpgroup) for buffer, d in zip(buffers, dtypes, strict=True)],
                 arrived=arrived,
                 first_barrier=warpgroup * pieces.slots,
-                count=count,
+                count=own_rows,
             )
             consumer = Consumer(problem=problem, ring=ring, stores=[store], first_row=first_row)
-            is_own = tile.is_product & (count > 0)
+            is_own = tile.is_product & (own_rows > 0)
             pl.when(is_own)(lambda: consumer.tile(tile.first, column, problem.columns, before))
-            pl.when(tile.is_product & (count <= 0))(lambda: _pass_over(ring, problem.steps, before))
+            pl.when(tile.is_product & (own_rows <= 0))(lambda: _pass_over(ring, problem.steps, before))
             zeros = replace(store, epilogue=Epilogue(), extras={})
-            pl.when((tile.group == groups) & (count > 0))(lambda: _store_zeros(zeros, tile.first + first_row, column))
+            pl.when((tile.group == count) & (own_rows > 0))(lambda: _store_zeros(zeros, tile.first + first_row, column))
 
-        _for_each_tile(problem, schedule, groups, multiply)
+        _for_each_tile(problem, groups, multiply)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    return in_one_warp(produce, *x_refs, *w_refs), consume
+    return produce, consume
 
 
-def _for_each_tile(problem: Problem, schedule: Sequence[Any], groups: int, work: Callable[..., None]) -> jax.Array:
+def _for_each_tile(problem: Problem, groups: Groups, work: Callable[..., None]) -> jax.Array:
     """Calls `work(tile, column, before)` for each tile of the block; returns the block's number of steps.
 
     before: the number of steps of the block's earlier tiles.
     """
-    *tiles, last = schedule
-    rows, columns = last[groups], problem.grid[1]
+    plgpu.barrier_wait(groups.is_listed)
+    rows, columns = groups.tiles(), problem.grid[1]
 
     @plgpu.nd_loop((rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
     def steps(info, carry):
         i, j = plgpu.planar_snake(info.index[0], (rows, columns), 0, problem.config.group)
-        group, first, end = (each[i] for each in tiles)
-        count = jnp.minimum(end - first, problem.config.tile_m)
-        is_product = (group < groups) & (count > 0)
-        tile = RowTile(group=group, first=first, count=count, is_product=is_product)
+        tile = groups.tile_at(i)
         work(tile, j * problem.columns, carry)
-        return carry + jnp.where(is_product, problem.steps, 0)
+        return carry + jnp.where(tile.is_product, problem.steps, 0)
 
     return steps  # pyright: ignore[reportReturnType]: the decorator gives the last carry
 

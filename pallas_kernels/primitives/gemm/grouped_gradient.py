@@ -8,7 +8,7 @@ group without rows is zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from jax import lax
 from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.consumer import Consumer
-from pallas_kernels.primitives.gemm.grouped import group_bounds
+from pallas_kernels.primitives.gemm.groups import REDUCTIONS, Groups, group_types, padded_sizes, table_bytes
 from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
 from pallas_kernels.primitives.gemm.operands import COLUMNS, padded_rows
 from pallas_kernels.primitives.gemm.pipeline import Producer, Ring, release_last, ring_types, run_steps
@@ -40,16 +40,18 @@ def grouped_weight_gradient(
     x: (rows, features), dy: (rows, outputs), of one 16-bit dtype; features and outputs are multiples of 64.
     group_sizes: (groups,), integers.
     """
-    groups, features, outputs = group_sizes.size, x.shape[1], dy.shape[1]
-    bounds = group_bounds(group_sizes, x.shape[0])
+    groups, rows, features, outputs = group_sizes.size, x.shape[0], x.shape[1], dy.shape[1]
+    sizes = padded_sizes(group_sizes)
     x, dy = padded_rows(x, TMA_ROWS), padded_rows(dy, TMA_ROWS)
-    config = GemmConfig().fitted(itemsize=x.dtype.itemsize, stored_bytes=dtype.itemsize)
+    config = GemmConfig().fitted(
+        itemsize=x.dtype.itemsize, stored_bytes=dtype.itemsize, other_bytes=table_bytes(groups)
+    )
     problem = Problem(m=features, widths=(outputs,), k=x.shape[0], dtype=x.dtype, config=config, transpose_a=True)
     pieces = Pieces.of(problem)
     tiles = groups * problem.grid[0] * problem.grid[1]
     kernel = launcher(
         problem,
-        partial(_roles, problem, pieces, groups),
+        partial(_roles, problem, pieces, groups, rows),
         name=name,
         out_type=jax.ShapeDtypeStruct((groups, features, outputs), dtype),
         scratch_types=(
@@ -57,10 +59,12 @@ def grouped_weight_gradient(
             pieces.scratch(dtype, config.warpgroups),
             plgpu.Barrier(num_arrivals=config.warpgroups),
             plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
+            group_types(sizes),
         ),
         blocks=min(target_device().core_count, tiles),
+        **REDUCTIONS,
     )
-    return varying_like(kernel(bounds, x, dy), *bounds, x, dy)
+    return varying_like(kernel(sizes, x, dy), sizes, x, dy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +78,11 @@ class Group:
     all: jax.Array
 
 
-def _roles(problem: Problem, pieces: Pieces, groups: int, *refs: Any) -> Roles:
-    """Returns the function that `launcher` takes."""
-    bounds, x_ref, dy_ref, output, ring_refs, buffer, masked, arrived = refs
+def _roles(problem: Problem, pieces: Pieces, count: int, rows: int, *refs: Any) -> Roles:
+    """Returns the function that `launcher` takes. count: of groups. rows: that x has without its padding."""
+    sizes, x_ref, dy_ref, output, ring_refs, buffer, masked, arrived, (table, is_listed) = refs
     ring, depth = Ring.of(problem, ring_refs), problem.config.tile_k
+    groups = Groups(count=count, rows=rows, tile=depth, sizes=sizes, table=table, is_listed=is_listed)
 
     def load_tile(_, rows: Group, row: jax.Array, column: jax.Array, before: jax.Array) -> None:
         producer = Producer(problem=problem, ring=ring, a=[x_ref], b=[dy_ref])
@@ -85,13 +90,15 @@ def _roles(problem: Problem, pieces: Pieces, groups: int, *refs: Any) -> Roles:
         def step(i, _):
             producer.load(row, column, pl.ds(rows.first + i * depth, depth), producer.free_stage(before + i))
 
-        lax.fori_loop(0, rows.steps, step, None)
+        in_one_warp(lambda: lax.fori_loop(0, rows.steps, step, None), x_ref, dy_ref)()
 
     def produce() -> None:
-        drain(ring.empty, problem.config.stages, _for_each_tile(problem, bounds, groups, load_tile))
+        steps = _for_each_tile(problem, groups, load_tile)
+        in_one_warp(partial(drain, ring.empty, problem.config.stages, steps), x_ref, dy_ref)()
 
     def consume(warpgroup: jax.Array) -> None:
         first_row = warpgroup * problem.config.warpgroup_rows
+        pl.when(warpgroup == 0)(groups.list)
 
         def multiply(group, rows: Group, row: jax.Array, column: jax.Array, before: jax.Array) -> None:
             store = Store.of_one_result(
@@ -128,27 +135,29 @@ def _roles(problem: Problem, pieces: Pieces, groups: int, *refs: Any) -> Roles:
             shape = problem.config.warpgroup_rows, problem.columns
             pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
-        _for_each_tile(problem, bounds, groups, multiply)
+        _for_each_tile(problem, groups, multiply)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    return in_one_warp(produce, x_ref, dy_ref), consume
+    return produce, consume
 
 
-def _for_each_tile(problem: Problem, bounds: Sequence[Any], groups: int, work: Callable[..., None]) -> jax.Array:
+def _for_each_tile(problem: Problem, groups: Groups, work: Callable[..., None]) -> jax.Array:
     """Calls `work(group, rows, row, column, before)` for each tile of the block; returns its number of steps."""
     config, (rows, columns) = problem.config, problem.grid
+    plgpu.barrier_wait(groups.is_listed)
+    last, _ = groups.bounds(groups.count)
 
-    @plgpu.nd_loop((groups * rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
+    @plgpu.nd_loop((groups.count * rows * columns,), collective_axes="block", init_carry=jnp.int32(0))
     def steps(info, carry):
         group = lax.div(info.index[0], rows * columns)
         place = lax.rem(info.index[0], rows * columns)
         i, j = plgpu.planar_snake(place, (rows, columns), 0, min(config.group, rows))
-        start, end = (each[group] for each in bounds)
+        start, end = groups.bounds(group)
         first = start & -TMA_ROWS
         own = jnp.where(end > start, pl.cdiv(end - first, config.tile_k), 0)
         work(
             group,
-            Group(start=start, end=end, first=first, steps=own, all=bounds[0][groups]),
+            Group(start=start, end=end, first=first, steps=own, all=last),
             i * config.tile_m,
             j * config.tile_n,
             carry,

@@ -52,12 +52,14 @@ def launcher(
     scratch_types: Any,
     blocks: int | None = None,
     products: Products | None = None,
+    **params: Any,
 ) -> Callable[..., Any]:
     """Returns the launch, a function from the operands to the outputs of `out_type`.
 
     roles: returns the roles for the references of operands, outputs and scratch.
     blocks: the number of blocks or clusters, if not `blocks_of(problem)`.
     products: the matrix products for the FLOP count, if not the problem's.
+    params: of `plgpu.CompilerParams`.
     """
     config = problem.config
 
@@ -85,6 +87,6 @@ def launcher(
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=scratch_types,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, **params),
         products=products or problem.flops,
     )
