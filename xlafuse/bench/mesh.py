@@ -249,7 +249,7 @@ def _torch(config: DecoderConfig, shape: str, devices: int, settings: MeshSettin
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}"]
         done = subprocess.run(
             [*launch, str(script), *map(str, files)],
-            env={**os.environ, "USE_TORCH": "1", "USE_TF": "0", "USE_FLAX": "0"},
+            env={**os.environ, "USE_TORCH": "1"},
             capture_output=True,
             text=True,
             timeout=_TORCH_SECONDS,

@@ -20,6 +20,7 @@ from typing import Any
 import torch  # pyright: ignore[reportMissingImports]
 import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
+from torch.distributed.elastic.multiprocessing.errors import record  # pyright: ignore[reportMissingImports]
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # pyright: ignore[reportMissingImports]
 
 
@@ -66,6 +67,7 @@ def sharded_model(sizes: dict[str, Any], device: str) -> Any:
     return model
 
 
+@record
 def main(request: dict[str, Any], result: Path) -> None:
     """Times the step and writes milliseconds of each, by the slowest process, and the loss before the first."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
