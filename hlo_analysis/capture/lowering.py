@@ -9,7 +9,7 @@ import linecache
 import re
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
@@ -21,12 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import source_info_util
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hlo_analysis.capture.callbacks import answer_for_callbacks
 from hlo_analysis.capture.cudnn import answer_cudnn_checks
 from hlo_analysis.capture.meshes import (
     NEEDS_DEVICES,
+    OTHER_DEVICES,
+    devices_of,
     mesh_of_one,
     name_target_in_meshes,
     under_mesh_of_one,
@@ -74,6 +76,8 @@ class Lowered:
     """Of this thread, to trace and lower it: other threads' work does not count."""
     devices: int = 1
     """How many the program is spread over, by a mesh of its own."""
+    keepalive: Any = None
+    """What must live until it is compiled: JAX's weakly kept answers to how calls of Python cut their arrays."""
     values: Mapping[int, np.ndarray] = field(default_factory=dict)
     """Integers and booleans that were given as arrays, by their position among the program's arguments."""
 
@@ -121,7 +125,12 @@ def lower(
     name = function_name(fn)
     platform = "cpu" if target.kind == "cpu" else "cuda"
     alone = mesh_of_one(target) if platform == "cuda" else None
-    arguments = tuple(jax.tree.map(functools.partial(abstract, alone=alone), shape) for shape in shapes)
+
+    def arguments_on(devices: Callable[[int], Sequence[Any]] | None) -> tuple[Any, ...]:
+        place = functools.partial(abstract, alone=alone, devices=devices)
+        return tuple(jax.tree.map(place, shape) for shape in shapes)
+
+    arguments = arguments_on(None)
     described = describe_arguments(fn, arguments)
     if open_sizes := sorted({str(size) for leaf in jax.tree.leaves(arguments) for size in _open_sizes(leaf)}):
         raise CaptureError(
@@ -131,19 +140,22 @@ def lower(
     try:
         with contextlib.ExitStack() as stack:
             if platform == "cuda":
-                stack.enter_context(answer_cudnn_checks(target))
-                stack.enter_context(answer_for_callbacks())
-                stack.enter_context(name_target_in_meshes(target))
+                stack.enter_context(answers_of(target))
             stack.enter_context(name_modules())
             if lower_context is not None:
                 stack.enter_context(lower_context)
+            is_cut = target.kind == "cuda" and any(map(_is_cut, jax.tree.leaves(arguments)))
+            placed = arguments_on(functools.partial(devices_of, target)) if is_cut else arguments
             try:
-                lowered = _lowered_for(alone, fn, arguments, mode)
+                lowered = _lowered_for(alone, fn, placed, mode)
             except ValueError as error:
-                if NEEDS_DEVICES not in str(error):
-                    raise
-                with without_devices():
+                if OTHER_DEVICES in str(error):  # a mesh of the function's own goes only with one that names none
                     lowered = _lowered_for(alone, fn, arguments, mode)
+                elif NEEDS_DEVICES in str(error):
+                    with without_devices():
+                        lowered = _lowered_for(alone, fn, arguments, mode)
+                else:
+                    raise
             module = lowered.compiler_ir("stablehlo")
             devices = _spread_over(module)
             bytecode = mlir.module_to_bytecode(module)
@@ -164,6 +176,7 @@ def lower(
         arguments=described,
         seconds=seconds,
         devices=devices,
+        keepalive=lowered,
         values=_values(shapes, lowered),
     )
 
@@ -207,7 +220,9 @@ def _lowered(fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode, pla
     """The function, or its gradient, lowered by JAX."""
     if mode == "grad":
         program, cotangents = gradient(fn, arguments)
-        traced = jax.jit(program, static_argnums=_statics(arguments)).trace(*arguments, cotangents)
+        places = tuple(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments) if _is_float(leaf))
+        given = {"out_shardings": (None, places)} if any(places) else {}
+        traced = jax.jit(program, static_argnums=_statics(arguments), **given).trace(*arguments, cotangents)
     else:
         jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
         traced = jitted.trace(*arguments)
@@ -313,22 +328,39 @@ def describe_arguments(fn: Callable[..., Any], arguments: Sequence[Any]) -> tupl
     return tuple(described)
 
 
-def abstract(leaf: Any, alone: AbstractMesh | None) -> Any:
+@contextlib.contextmanager
+def answers_of(target: Target) -> Iterator[None]:
+    """Within the block, and in this thread only, JAX lowers for the target, a GPU that need not be there."""
+    with answer_cudnn_checks(target), answer_for_callbacks(), name_target_in_meshes(target):
+        yield
+
+
+def abstract(leaf: Any, alone: AbstractMesh | None, devices: Callable[[int], Sequence[Any]] | None = None) -> Any:
     """Shape, dtype and cut: an array's values and its place on a device must not enter the program.
 
-    The cut over a mesh of several devices stays, without the devices: it decides what each of them computes. So does
-    the host's memory, from which a GPU (`alone` is a mesh of it) has the array brought.
+    The cut over a mesh of several devices stays: it decides what each of them computes. The mesh is one of as many of
+    the `devices`, or of none. So does the host's memory, from which a GPU (`alone` is a mesh of it) has the array
+    brought.
     """
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf
     sharding = getattr(leaf, "sharding", None)
     kind = getattr(sharding, "memory_kind", None)
     kind = kind if alone is not None and kind in _HOST_MEMORY else None
-    if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
-        place = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=kind)
+    if _is_cut(leaf):
+        mesh: Any = sharding.mesh.abstract_mesh
+        if devices is not None:
+            grid = np.array(devices(mesh.size)).reshape(mesh.axis_sizes)
+            mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+        place = NamedSharding(mesh, sharding.spec, memory_kind=kind)
     else:
         place = NamedSharding(alone, PartitionSpec(), memory_kind=kind) if alone and kind else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def _is_cut(leaf: Any) -> bool:
+    sharding = getattr(leaf, "sharding", None)
+    return isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
 
 
 def _open_sizes(leaf: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ from hlo_analysis.targets import Target
 
 NEEDS_DEVICES = "primitives that require devices"
 """JAX's message about a mesh without devices."""
+
+OTHER_DEVICES = "incompatible devices"
+"""JAX's message about two meshes of different devices."""
 
 AXIS = "_device"
 """The one axis of the mesh of a program that brings none."""
@@ -38,6 +42,15 @@ def under_mesh_of_one[T](alone: AbstractMesh | None, call: Callable[[], T]) -> T
             if f"'{AXIS}'" not in str(error):
                 raise
     return call()
+
+
+@functools.cache
+def devices_of(target: Target, count: int) -> tuple[Any, ...]:
+    """Described devices of the target, which JAX takes for a mesh: so does what calls Python to cut its arrays."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="cuda", topology=f"1x1x{count}", target_config=target.config_text)
+    return tuple(topology.devices)
 
 
 @contextlib.contextmanager
