@@ -220,8 +220,10 @@ def _lowered(fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode, pla
     """The function, or its gradient, lowered by JAX."""
     if mode == "grad":
         program, cotangents = gradient(fn, arguments)
-        places = tuple(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments) if _is_float(leaf))
-        given = {"out_shardings": (None, places)} if any(places) else {}
+        # A gradient lies as its argument does: an optimizer puts the two together.
+        floats = [leaf for leaf in jax.tree.leaves(arguments) if _is_float(leaf)]
+        places = [NamedSharding(leaf.sharding.mesh, leaf.sharding.spec) if _is_cut(leaf) else None for leaf in floats]
+        given: dict[str, Any] = {"out_shardings": (None, tuple(places))} if any(places) else {}
         traced = jax.jit(program, static_argnums=_statics(arguments), **given).trace(*arguments, cotangents)
     else:
         jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
@@ -344,7 +346,7 @@ def abstract(leaf: Any, alone: AbstractMesh | None, devices: Callable[[int], Seq
     """
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf
-    sharding = getattr(leaf, "sharding", None)
+    sharding: Any = getattr(leaf, "sharding", None)
     kind = getattr(sharding, "memory_kind", None)
     kind = kind if alone is not None and kind in _HOST_MEMORY else None
     if _is_cut(leaf):

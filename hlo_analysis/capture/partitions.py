@@ -41,7 +41,7 @@ def _answer(listener: Listener, context: AbstractContextManager[Any]) -> None:
 
 def _partition(shapes: list[str], shardings: list[str], result: str, result_sharding: str, key: bytes) -> Any:
     from jax._src.custom_partitioning import _custom_partitioning_partition
-    from jax._src.lib import xla_client
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     module, operands, results = _custom_partitioning_partition(
         [xla_client.Shape(each) for each in shapes],

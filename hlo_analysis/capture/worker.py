@@ -28,7 +28,7 @@ def ask_at(address: str) -> None:
     from multiprocessing.connection import Client
 
     from jax._src import xla_bridge
-    from jax._src.lib import xla_client
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     asked = Client(address)
 

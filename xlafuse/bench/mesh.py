@@ -58,9 +58,8 @@ def bench_mesh(item: str, settings: MeshSettings, sampler: Sampler | None = None
     layout = layout_of(sizes, parallel, devices)
     config = get_decoder(settings.model)
     config = replace(config, layers=settings.layers)
-    mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
     result = ShapeResult(
-        op=f"{settings.model}, {config.layers} layers, {parallel} on {mesh}",
+        op=f"{settings.model}, {config.layers} layers, {layout}",
         phase=phase,
         spec=shape,
         bytes=0,

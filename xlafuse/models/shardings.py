@@ -52,6 +52,9 @@ class Layout:
     mesh: Mesh | AbstractMesh
     parallel: str
 
+    def __str__(self) -> str:
+        return f"{self.parallel}, {','.join(f'{name}={size}' for name, size in self.mesh.shape.items())}"
+
     @property
     def tokens(self) -> NamedSharding:
         """The sharding of arrays (batch, tokens)."""

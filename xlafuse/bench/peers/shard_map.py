@@ -21,7 +21,7 @@ def stack(config: BlockConfig, layout: Layout) -> Callable[..., Any]:
     """
     if config.norm != "rms_norm" or config.mlp != "swiglu" or config.num_experts or len(layout.mesh.axis_names) > 1:
         raise NotImplementedError("the layers written by hand are Llama's, on a mesh of one axis")
-    (axis,), parallel = layout.mesh.axis_names, layout.parallel
+    axis, parallel = str(next(iter(layout.mesh.axis_names))), layout.parallel
 
     def layer(weights: Any, x: jax.Array, positions: jax.Array) -> jax.Array:
         if parallel == "fsdp":
@@ -29,7 +29,7 @@ def stack(config: BlockConfig, layout: Layout) -> Callable[..., Any]:
                 lambda each: lax.all_gather(each, axis, tiled=True) if each.ndim > 1 else each, weights
             )
 
-        def whole(x: jax.Array) -> jax.Array:
+        def whole(x: Any) -> jax.Array:
             if parallel == "sp":
                 return lax.all_gather(x, axis, axis=1, tiled=True)
             return lax.pcast(x, axis, to="varying") if parallel == "tp" else x
