@@ -27,6 +27,7 @@ from hlo_analysis.capture.callbacks import answer_for_callbacks
 from hlo_analysis.capture.cudnn import answer_cudnn_checks
 from hlo_analysis.capture.meshes import (
     NEEDS_DEVICES,
+    NEEDS_MESH,
     OTHER_DEVICES,
     devices_of,
     mesh_of_one,
@@ -146,16 +147,7 @@ def lower(
                 stack.enter_context(lower_context)
             is_cut = target.kind == "cuda" and any(map(_is_cut, jax.tree.leaves(arguments)))
             placed = arguments_on(functools.partial(devices_of, target)) if is_cut else arguments
-            try:
-                lowered = _lowered_for(alone, fn, placed, mode)
-            except ValueError as error:
-                if OTHER_DEVICES in str(error):  # a mesh of the function's own goes only with one that names none
-                    lowered = _lowered_for(alone, fn, arguments, mode)
-                elif NEEDS_DEVICES in str(error):
-                    with without_devices():
-                        lowered = _lowered_for(alone, fn, arguments, mode)
-                else:
-                    raise
+            lowered = _lowered_over_meshes(alone, fn, placed, arguments, mode)
             module = lowered.compiler_ir("stablehlo")
             devices = _spread_over(module)
             bytecode = mlir.module_to_bytecode(module)
@@ -210,10 +202,35 @@ def _is_users(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES
 
 
+def _lowered_over_meshes(
+    alone: AbstractMesh | None, fn: Callable[..., Any], placed: tuple[Any, ...], arguments: tuple[Any, ...], mode: str
+) -> Any:
+    """The function lowered with arguments that are `placed` on devices, or on none where its own meshes need that."""
+    try:
+        return _lowered_for(alone, fn, placed, mode)
+    except ValueError as error:
+        if OTHER_DEVICES not in str(error) and NEEDS_DEVICES not in str(error):
+            raise
+    try:
+        return _lowered_for(alone, fn, arguments, mode)
+    except ValueError as error:
+        if NEEDS_DEVICES not in str(error):
+            raise
+    with without_devices():
+        return _lowered_for(alone, fn, arguments, mode)
+
+
 def _lowered_for(alone: AbstractMesh | None, fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode) -> Any:
     """The function lowered for one device `alone`, for the meshes that the function brings, or for the CPU."""
     platform = "cpu" if alone is None else "cuda"
-    return under_mesh_of_one(alone, lambda: _lowered(fn, arguments, mode, platform))
+    try:
+        return under_mesh_of_one(alone, lambda: _lowered(fn, arguments, mode, platform))
+    except RuntimeError as error:
+        cut = next(filter(_is_cut, jax.tree.leaves(arguments)), None)
+        if NEEDS_MESH not in str(error) or cut is None:
+            raise
+    with jax.sharding.use_abstract_mesh(cut.sharding.mesh.abstract_mesh):  # as a caller does by jax.set_mesh
+        return _lowered(fn, arguments, mode, platform)
 
 
 def _lowered(fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode, platform: str) -> Any:

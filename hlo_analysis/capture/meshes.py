@@ -17,6 +17,9 @@ from hlo_analysis.targets import Target
 NEEDS_DEVICES = "primitives that require devices"
 """JAX's message about a mesh without devices."""
 
+NEEDS_MESH = "requires a non-empty mesh"
+"""JAX's message about a PartitionSpec where no mesh is set."""
+
 OTHER_DEVICES = "incompatible devices"
 """JAX's message about two meshes of different devices."""
 

@@ -141,7 +141,8 @@ class MeshSettings:
 
     model: Annotated[str, typer.Option("--preset", metavar="NAME", help="A model: llama3-8b, tiny.")] = "llama3-8b"
     strategies: Annotated[
-        tuple[str, ...], typer.Option(metavar="A,B,C", help="Strategies to time; see `xlafuse strategies`.")
+        tuple[str, ...],
+        typer.Option(metavar="A,B,C", help="Strategies to time, the baseline first; see `xlafuse strategies`."),
     ] = ("xla", "xla_cudnn", "best")
     peers: Annotated[
         tuple[str, ...],

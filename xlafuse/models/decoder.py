@@ -181,19 +181,17 @@ class Decoder:
         positions = None if self.config.learned_positions is not None else self._positions(tokens)
 
         def layer(x: Array, weights: Any) -> tuple[Array, None]:
-            return self._placed(self._block(weights)(x, positions, plan=self.plan)), None
+            return self._block(weights)(x, positions, plan=self.plan, layout=self.layout), None
 
         layer = jax.checkpoint(layer) if remat else layer
-        x = self._placed(self._embed(params, tokens, jnp.int32(0)))
+        x = self._embed(params, tokens, jnp.int32(0))
+        x = x if self.layout is None else self.layout.placed(x)
         if self.config.is_scanned:
             x, _ = jax.lax.scan(layer, x, params["layers"])
         else:
             for weights in params["layers"]:
                 x, _ = layer(x, weights)
         return self._norm(params, x)
-
-    def _placed(self, x: Array) -> Array:
-        return x if self.layout is None else jax.lax.with_sharding_constraint(x, self.layout.rows)
 
     def _positions(self, tokens: Array) -> Array:
         return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)

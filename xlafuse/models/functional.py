@@ -55,8 +55,7 @@ def block_function(
     def apply(params: Any, x: Array, positions: Array | None = None, dropout_key: Array | None = None) -> Array:
         # A State and its plain dictionary flatten in the same order.
         restored = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(params))
-        y = nnx.merge(graph, restored)(x, positions, plan=plan, dropout_key=dropout_key)
-        return y if layout is None else jax.lax.with_sharding_constraint(y, layout.rows)
+        return nnx.merge(graph, restored)(x, positions, plan=plan, dropout_key=dropout_key, layout=layout)
 
     apply.__name__ = apply.__qualname__ = "block"
     x = ShapeDtypeStruct((batch, length, config.hidden_size), jnp.dtype(config.dtype))

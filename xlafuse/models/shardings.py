@@ -65,6 +65,23 @@ class Layout:
         """The sharding of the residual stream, (batch, tokens, hidden)."""
         return NamedSharding(self.mesh, P(self._batch, "tensor" if self.parallel == "sp" else None))
 
+    def placed(self, x: jax.Array) -> jax.Array:
+        """Constrains the residual stream, (batch, tokens, hidden)."""
+        return jax.lax.with_sharding_constraint(x, self.rows)
+
+    def placed_wide(self, x: jax.Array) -> jax.Array:
+        """Constrains heads (batch, tokens, heads, size) or hidden features (batch, tokens, features).
+
+        With sequence parallelism alone, XLA might keep the tokens cut and gather weights.
+        """
+        axis = self._tensor
+        fits = axis is not None and x.shape[2] % self.mesh.shape[axis] == 0
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(self._batch, None, axis))) if fits else x
+
+    @property
+    def _tensor(self) -> str | None:
+        return "tensor" if self.parallel != "dp" and "tensor" in self.mesh.axis_names else None
+
     @property
     def whole(self) -> NamedSharding:
         """The sharding of an array that every device has."""
@@ -80,7 +97,7 @@ class Layout:
 
     def _of_weight(self, path: Any, weight: Any) -> NamedSharding:
         names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
-        tensor = "tensor" if self.parallel != "dp" and "tensor" in self.mesh.axis_names else None
+        tensor = self._tensor
         data = "data" if self.parallel == "fsdp" else None
         is_narrowing = any(name in _NARROWING for name in names)
         if names[-1] == "bias":
