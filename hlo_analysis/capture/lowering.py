@@ -29,7 +29,9 @@ from hlo_analysis.capture.meshes import (
     NEEDS_DEVICES,
     NEEDS_MESH,
     OTHER_DEVICES,
+    check_cuts,
     devices_of,
+    is_cut,
     mesh_of_one,
     name_target_in_meshes,
     under_mesh_of_one,
@@ -133,6 +135,7 @@ def lower(
 
     arguments = arguments_on(None)
     described = describe_arguments(fn, arguments)
+    check_cuts(zip((each.rpartition(": ")[0] for each in described), jax.tree.leaves(arguments), strict=True))
     if open_sizes := sorted({str(size) for leaf in jax.tree.leaves(arguments) for size in _open_sizes(leaf)}):
         raise CaptureError(
             f"{name} has arguments ({', '.join(described)}) with sizes that are left open, {', '.join(open_sizes)}: "
@@ -145,8 +148,10 @@ def lower(
             stack.enter_context(name_modules())
             if lower_context is not None:
                 stack.enter_context(lower_context)
-            is_cut = target.kind == "cuda" and any(map(_is_cut, jax.tree.leaves(arguments)))
-            placed = arguments_on(functools.partial(devices_of, target)) if is_cut else arguments
+            cut = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(arguments) if is_cut(leaf)]
+            # Described devices have no memories of the host's.
+            spreads = bool(cut) and target.kind == "cuda" and not set(cut) & set(_HOST_MEMORY)
+            placed = arguments_on(functools.partial(devices_of, target)) if spreads else arguments
             lowered = _lowered_over_meshes(alone, fn, placed, arguments, mode)
             module = lowered.compiler_ir("stablehlo")
             devices = _spread_over(module)
@@ -203,7 +208,7 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def _lowered_over_meshes(
-    alone: AbstractMesh | None, fn: Callable[..., Any], placed: tuple[Any, ...], arguments: tuple[Any, ...], mode: str
+    alone: AbstractMesh | None, fn: Callable[..., Any], placed: tuple[Any, ...], arguments: tuple[Any, ...], mode: Mode
 ) -> Any:
     """The function lowered with arguments that are `placed` on devices, or on none where its own meshes need that."""
     try:
@@ -226,7 +231,7 @@ def _lowered_for(alone: AbstractMesh | None, fn: Callable[..., Any], arguments: 
     try:
         return under_mesh_of_one(alone, lambda: _lowered(fn, arguments, mode, platform))
     except RuntimeError as error:
-        cut = next(filter(_is_cut, jax.tree.leaves(arguments)), None)
+        cut = next(filter(is_cut, jax.tree.leaves(arguments)), None)
         if NEEDS_MESH not in str(error) or cut is None:
             raise
     with jax.sharding.use_abstract_mesh(cut.sharding.mesh.abstract_mesh):  # as a caller does by jax.set_mesh
@@ -239,7 +244,7 @@ def _lowered(fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode, pla
         program, cotangents = gradient(fn, arguments)
         # A gradient lies as its argument does: an optimizer puts the two together.
         floats = [leaf for leaf in jax.tree.leaves(arguments) if _is_float(leaf)]
-        places = [NamedSharding(leaf.sharding.mesh, leaf.sharding.spec) if _is_cut(leaf) else None for leaf in floats]
+        places = [NamedSharding(leaf.sharding.mesh, leaf.sharding.spec) if is_cut(leaf) else None for leaf in floats]
         given: dict[str, Any] = {"out_shardings": (None, tuple(places))} if any(places) else {}
         traced = jax.jit(program, static_argnums=_statics(arguments), **given).trace(*arguments, cotangents)
     else:
@@ -366,7 +371,7 @@ def abstract(leaf: Any, alone: AbstractMesh | None, devices: Callable[[int], Seq
     sharding: Any = getattr(leaf, "sharding", None)
     kind = getattr(sharding, "memory_kind", None)
     kind = kind if alone is not None and kind in _HOST_MEMORY else None
-    if _is_cut(leaf):
+    if is_cut(leaf):
         mesh: Any = sharding.mesh.abstract_mesh
         if devices is not None:
             grid = np.array(devices(mesh.size)).reshape(mesh.axis_sizes)
@@ -375,11 +380,6 @@ def abstract(leaf: Any, alone: AbstractMesh | None, devices: Callable[[int], Seq
     else:
         place = NamedSharding(alone, PartitionSpec(), memory_kind=kind) if alone and kind else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-
-def _is_cut(leaf: Any) -> bool:
-    sharding = getattr(leaf, "sharding", None)
-    return isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
 
 
 def _open_sizes(leaf: Any) -> list[Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
 from hlo_analysis.capture.patches import Patch
 from hlo_analysis.errors import CaptureError
@@ -45,6 +46,45 @@ def under_mesh_of_one[T](alone: AbstractMesh | None, call: Callable[[], T]) -> T
             if f"'{AXIS}'" not in str(error):
                 raise
     return call()
+
+
+def is_cut(leaf: Any) -> bool:
+    """Whether an array is placed on a mesh of several devices."""
+    sharding = getattr(leaf, "sharding", None)
+    return isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+
+
+def undivided(shape: Sequence[int], sharding: NamedSharding) -> str | None:
+    """Says which dimension the mesh's axes do not divide, or returns None."""
+    for place, axes in enumerate(sharding.spec):
+        names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+        if place >= len(shape):
+            return f"the sharding {sharding.spec} is of more dimensions than the shape {tuple(shape)} has"
+        if shape[place] % prod(sharding.mesh.shape[name] for name in names):
+            cut = ", ".join(f"{name}={sharding.mesh.shape[name]}" for name in names)
+            return f"the mesh axis {cut} does not divide dimension {place} of the shape {tuple(shape)}"
+    return None
+
+
+def check_cuts(named: Iterable[tuple[str, Any]]) -> None:
+    """Checks the shardings of arguments, given with their names.
+
+    Raises:
+      CaptureError: an axis does not divide what it cuts, or two arguments are on different meshes.
+    """
+    first: tuple[str, Any] | None = None
+    for name, leaf in named:
+        if not is_cut(leaf):
+            continue
+        if (reason := undivided(leaf.shape, leaf.sharding)) is not None:
+            raise CaptureError(f"{name}: {reason}")
+        mesh = leaf.sharding.mesh
+        first = first or (name, mesh)
+        if dict(mesh.shape) != dict(first[1].shape):
+            raise CaptureError(
+                f"{name} is on a mesh of {dict(mesh.shape)}, and {first[0]} on one of {dict(first[1].shape)}: expected "
+                "one mesh for all arguments"
+            )
 
 
 @functools.cache

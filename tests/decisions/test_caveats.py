@@ -74,3 +74,31 @@ def test_of_a_program_for_a_cpu_no_remedy_is_listed() -> None:
     assert note.startswith("The program was compiled for a CPU")
     assert program.rank()
     assert program.rank(device=CPU_DEVICE) == ()
+
+
+def gather(program: Program, name: str, reads: str, axes: tuple[tuple[str, int], ...] = (("data", 4),)) -> Program:
+    return program.launch(name, {reads: 10}, 40, "collective", opcodes=("all-gather",), axes=axes, link_bytes=30 << 20)
+
+
+def test_a_kernel_that_reads_nothing_but_gathered_arrays_is_told() -> None:
+    program = gather(Program(), "g", "x").launch("norm", {"g": 40, "scale": 1}, 40, "mosaic", scope="block/norm")
+    note = list(notes_of(program.launches, (), DEVICE))[-1]
+    assert note.startswith(
+        "norm (block/norm) reads nothing but whole arrays, which XLA gathers over the mesh axis 'data'"
+    )
+
+
+def test_a_kernel_that_gathers_its_weights_alone_is_as_it_should_be() -> None:
+    program = gather(Program(), "g", "w").launch("y", {"x": 8, "g": 40}, 8, "mosaic")
+    assert not [note for note in notes_of(program.launches, (), DEVICE) if "whole arrays" in note]
+
+
+def test_what_goes_over_each_axis_is_told() -> None:
+    times = {"estimated_us": 50.0, "exposed_us": 20.0}
+    program = Program()
+    for name, axis, repeat in (("a", "data", 1), ("b", "tensor", 3), ("c", "tensor", 1)):
+        fields = {"axes": ((axis, 2),), "link_bytes": 10**6, "repeat": repeat, **times}
+        program.launch(name, {"x": 1}, 1, "collective", opcodes=("all-reduce",), **fields)
+    first, second = (note for note in notes_of(program.launches, (), DEVICE) if "collective" in note)
+    assert first.startswith("1 collective over the mesh axis 'data': 1 MB sent by each GPU in 50 µs, 20 of them beside")
+    assert second.startswith("4 collectives over the mesh axis 'tensor': 4 MB sent by each GPU in 200 µs, 80 of them")

@@ -344,7 +344,6 @@ def _compare(
                 target="attached" if request.measure else request.target,
                 mode=request.mode.value,
                 baseline=baseline,
-                layout=_layout(request),
                 numerics=request.numerics,
                 tries=tries,
                 keep_captures=request.keep_capture,
@@ -352,6 +351,7 @@ def _compare(
                 ready=ready,
                 timeout=request.timeout,
                 **({"measure": True} if request.measure else {}),
+                **({"layout": layout} if (layout := _layout(request)) else {}),
             )
         except ComparisonError as error:
             # If the others failed, it does not matter that some strategies do not apply.

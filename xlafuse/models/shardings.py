@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from hlo_analysis.capture.meshes import undivided
 from xlafuse.errors import UnknownNameError, XlafuseError
 
 AXES = ("replica", "data", "tensor")
@@ -141,15 +142,8 @@ def sharded(tree: Any, shardings: Any, name: str) -> Any:
     """
 
     def one(path: Any, leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        for place, axes in enumerate(sharding.spec):
-            axes = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-            if leaf.shape[place] % prod(sharding.mesh.shape[axis] for axis in axes):
-                label = f"{name}{jax.tree_util.keystr(path)}"
-                cut = " and ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in axes)
-                raise ShardingError(
-                    f"{label} of shape {leaf.shape}: the mesh axis {cut} does not divide its dimension {place}, "
-                    f"{leaf.shape[place]}"
-                )
+        if (reason := undivided(leaf.shape, sharding)) is not None:
+            raise ShardingError(f"{name}{jax.tree_util.keystr(path)}: {reason}")
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(one, tree, shardings)
