@@ -9,9 +9,10 @@ from hlo_analysis.program.facts import LaunchRow
 
 
 def with_exposed(launches: Sequence[LaunchRow], waits: Mapping[int, int]) -> tuple[LaunchRow, ...]:
-    """Adds `Launch.exposed_us` to asynchronous collectives, whose need is then the time that other work hides.
+    """Adds `Launch.exposed_us` to collectives, whose need is then the time that other work hides.
 
-    Two streams run the launches in order: collectives one after the other, all else beside them until it waits.
+    Two streams run the launches in order: asynchronous collectives one after the other, all else beside them until it
+    waits.
 
     Args:
         launches: in launch order.
@@ -31,6 +32,8 @@ def with_exposed(launches: Sequence[LaunchRow], waits: Mapping[int, int]) -> tup
         launch = launches[place]
         if launch.kind == "collective" and place in waits:
             sent = pending[place] = max(sent, computed) + launch.estimated_us
-        else:
-            computed += launch.estimated_us
+            continue
+        computed += launch.estimated_us
+        if launch.kind == "collective":
+            made[place] = replace(launch, exposed_us=launch.estimated_us, needed_us=0.0)
     return tuple(made)

@@ -173,11 +173,14 @@ def with_readers_scopes(launches: Sequence[LaunchRow]) -> list[LaunchRow]:
         for value in launch.inputs if launch.scope else ():
             if value.producer is not None:
                 scopes.setdefault(value.producer, (launch.scope, launch.phase))
-    is_open = [launch.kind == "collective" and not launch.scope and launch.index in scopes for launch in launches]
-    return [
-        replace(launch, scope=scopes[launch.index][0], phase=scopes[launch.index][1]) if needs else launch
-        for launch, needs in zip(launches, is_open, strict=True)
-    ]
+
+    def named(launch: LaunchRow) -> LaunchRow:
+        if launch.kind != "collective" or launch.scope or launch.index not in scopes:
+            return launch
+        scope, phase = scopes[launch.index]
+        return replace(launch, scope=scope, phase=phase)
+
+    return [named(launch) for launch in launches]
 
 
 def _shared_memory(thunk: Thunk, resources: Resources) -> int | None:

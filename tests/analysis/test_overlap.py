@@ -42,7 +42,7 @@ def test_a_start_is_paired_with_its_wait():
         # One link: the second begins when the first has ended, and the work beside both hides once.
         ([("collective", 10), ("collective", 10), ("loop", 12)], {0: 3, 1: 3}, [0, 8, None]),
         ([("loop", 5), ("collective", 10), ("loop", 4), ("loop", 9)], {1: 3}, [None, 6, None, None]),
-        ([("collective", 10), ("loop", 4)], {}, [None, None]),
+        ([("collective", 10), ("loop", 4)], {}, [10, None]),
     ],
 )
 def test_what_other_launches_do_not_hide(times, waits, exposed):
