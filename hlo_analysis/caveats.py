@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from hlo_analysis.patterns.launch_patterns import calls_python, has, only_moves
+from hlo_analysis.patterns.launch_patterns import calls_python, has, only_moves, shape_of
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import OPAQUE_KINDS, Device, Value
 from hlo_analysis.rules import gather
@@ -18,8 +18,6 @@ _NAMED = 5
 # From this many similar launches, and this share of the program's time, arrays are better kept as one.
 _MANY = 8
 _PART = 0.05
-_SMALL = 16
-"""An input with fewer bytes than the largest over this, such as a norm's scale, says nothing of how a kernel is cut."""
 
 
 def notes_of(launches: Sequence[LaunchRow], outputs: Collection[str], device: Device) -> Iterator[str]:
@@ -150,8 +148,9 @@ def _gathered(launches: Sequence[LaunchRow]) -> Iterator[str]:
     for launch in launches:
         if launch.kind not in OPAQUE_KINDS:
             continue
-        largest = max((value.bytes for value in launch.inputs), default=0)
-        gathers = [_gather_of(launches, value) for value in launch.inputs if value.bytes * _SMALL >= largest]
+        # Vectors, such as a norm's scale, say nothing of how a kernel is cut.
+        matrices = [value for value in launch.inputs if sum(size > 1 for size in shape_of(value.shape).dimensions) > 1]
+        gathers = [_gather_of(launches, value) for value in matrices]
         if gathers and all(gathers):
             axes = " and ".join(dict.fromkeys(repr(name) for each in gathers if each for name, _ in each.axes))
             where = f" over the mesh axis {axes}" if axes else ""

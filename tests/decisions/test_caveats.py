@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from launch_programs import DEVICE, Program
 
@@ -76,21 +78,24 @@ def test_of_a_program_for_a_cpu_no_remedy_is_listed() -> None:
     assert program.rank(device=CPU_DEVICE) == ()
 
 
-def gather(program: Program, name: str, reads: str, axes: tuple[tuple[str, int], ...] = (("data", 4),)) -> Program:
-    return program.launch(name, {reads: 10}, 40, "collective", opcodes=("all-gather",), axes=axes, link_bytes=30 << 20)
+def gathered(reads: dict[str, int], kernel: dict[str, int]) -> list[str]:
+    """Notes of whole arrays in a program of an all-gather `g` and a kernel; sizes above 1 are matrices."""
+    program = Program().launch("g", reads, 40, "collective", opcodes=("all-gather",), axes=(("data", 4),))
+    first, second = program.launch("norm", kernel, 40, "mosaic", scope="block/norm").launches
+    shapes = [f"f32[64,{value.bytes}]" if value.bytes > 1 << 20 else "f32[64]" for value in second.inputs]
+    shaped = [replace(value, shape=shape) for value, shape in zip(second.inputs, shapes, strict=True)]
+    return [note for note in notes_of([first, replace(second, inputs=tuple(shaped))], (), DEVICE) if "whole" in note]
 
 
 def test_a_kernel_that_reads_nothing_but_gathered_arrays_is_told() -> None:
-    program = gather(Program(), "g", "x").launch("norm", {"g": 40, "scale": 1}, 40, "mosaic", scope="block/norm")
-    note = list(notes_of(program.launches, (), DEVICE))[-1]
+    (note,) = gathered({"x": 10}, {"g": 40, "scale": 1})
     assert note.startswith(
         "norm (block/norm) reads nothing but whole arrays, which XLA gathers over the mesh axis 'data'"
     )
 
 
 def test_a_kernel_that_gathers_its_weights_alone_is_as_it_should_be() -> None:
-    program = gather(Program(), "g", "w").launch("y", {"x": 8, "g": 40}, 8, "mosaic")
-    assert not [note for note in notes_of(program.launches, (), DEVICE) if "whole arrays" in note]
+    assert not gathered({"w": 10}, {"x": 8, "g": 40})
 
 
 def test_what_goes_over_each_axis_is_told() -> None:

@@ -93,6 +93,8 @@ def main(request: dict[str, Any], result: Path) -> None:
             torch.cuda.synchronize()
 
     first = float(step())
+    if dist.get_rank() == 0:
+        print(f"PyTorch's first step is done after {time.perf_counter() - started:.0f} s", flush=True)
     for _ in range(3):
         step()
     wait()
