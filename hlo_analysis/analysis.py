@@ -10,6 +10,7 @@ from hlo_analysis.catalogue import Catalogue, kernels_for
 from hlo_analysis.caveats import notes_of
 from hlo_analysis.costs.memory import parse_buffer_assignment
 from hlo_analysis.costs.occupancy import multiprocessor_limits
+from hlo_analysis.costs.overlap import with_exposed
 from hlo_analysis.costs.resources import Resources, ptx_by_kernel, read_resources, resources_of
 from hlo_analysis.decisions import decide
 from hlo_analysis.errors import DumpError, HloParseError
@@ -20,7 +21,7 @@ from hlo_analysis.measured.run import measured_run
 from hlo_analysis.missed import rank
 from hlo_analysis.program.dataflow import Dataflow, leaves
 from hlo_analysis.program.intermediates import find_intermediates
-from hlo_analysis.program.launch_rows import Context, launch_row, row_of_thunk
+from hlo_analysis.program.launch_rows import Context, launch_row, row_of_thunk, with_readers_scopes
 from hlo_analysis.program.launch_sites import LaunchTable, find_launches, silent_instructions
 from hlo_analysis.program.source_lines import source_lines
 from hlo_analysis.records import Analysis, Intermediate, Launch, Memory, Traffic
@@ -102,7 +103,7 @@ def _assemble(
         attempt(launch_row, None, index, site, context) or row_of_thunk(index, site, context)
         for index, site in enumerate(table.sites)
     ]
-    launches = tuple(row.launch for row in rows)
+    launches = with_exposed(with_readers_scopes([row.launch for row in rows]), table.waits)
     outputs = _outputs(module, flow)
     intermediates = find_intermediates(
         [access for row in rows for access in row.writes], [access for row in rows for access in row.reads], outputs

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from hlo_analysis.patterns.launch_patterns import calls_python
+from hlo_analysis.patterns.launch_patterns import calls_python, has, only_moves, shape_of
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.records import OPAQUE_KINDS, Device
+from hlo_analysis.records import OPAQUE_KINDS, Device, Value
 from hlo_analysis.rules import gather
 
 _OPAQUE_NAMES = {"mosaic": "Mosaic GPU", "jax_triton": "Triton", "custom_call": "custom-call"}
@@ -37,6 +37,8 @@ def notes_of(launches: Sequence[LaunchRow], outputs: Collection[str], device: De
     yield from gather(_repeated_rows, launches)
     yield from gather(_small_updates, launches, outputs)
     yield from gather(_offloading, launches)
+    yield from gather(_links, launches)
+    yield from gather(_gathered, launches)
 
 
 def _opaque_kernels(launches: Sequence[LaunchRow]) -> Iterator[str]:
@@ -121,3 +123,53 @@ def _callbacks(launches: Sequence[LaunchRow]) -> Iterator[str]:
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
+
+
+def _links(launches: Sequence[LaunchRow]) -> Iterator[str]:
+    """Notes what collectives send over each of the mesh's axes, and the time that nothing hides."""
+    by_axes: dict[str, list[LaunchRow]] = defaultdict(list)
+    for launch in launches:
+        if launch.kind == "collective":
+            by_axes[" and ".join(repr(name) for name, _ in launch.axes)].append(launch)
+    for axes, found in by_axes.items():
+        count = sum(launch.repeat for launch in found)
+        sent = sum(launch.link_bytes * launch.repeat for launch in found)
+        taken = sum(launch.estimated_us * launch.repeat for launch in found)
+        left = sum((launch.exposed_us or 0.0) * launch.repeat for launch in found)
+        over = f" over the mesh axis {axes}" if axes else ""
+        yield (
+            f"{count} collective{'s' * (count != 1)}{over}: {sent / 1e6:.3g} MB sent by each GPU in {taken:.0f} µs, "
+            f"{left:.0f} of them beside no other work; estimated, as XLA schedules them."
+        )
+
+
+def _gathered(launches: Sequence[LaunchRow]) -> Iterator[str]:
+    """Notes kernels around which XLA gathers whole arrays: all that they read comes from other GPUs' parts."""
+    for launch in launches:
+        if launch.kind not in OPAQUE_KINDS:
+            continue
+        # Vectors, such as a norm's scale, say nothing of how a kernel is cut.
+        matrices = [value for value in launch.inputs if sum(size > 1 for size in shape_of(value.shape).dimensions) > 1]
+        gathers = [_gather_of(launches, value) for value in matrices]
+        if gathers and all(gathers):
+            axes = " and ".join(dict.fromkeys(repr(name) for each in gathers if each for name, _ in each.axes))
+            where = f" over the mesh axis {axes}" if axes else ""
+            yield (
+                f"{launch.name}{launch.scope and f' ({launch.scope})'} reads nothing but whole arrays, which XLA "
+                f"gathers{where}: its GPUs all do the same work. Call the kernel inside jax.shard_map, or cut what it "
+                "allows to be cut."
+            )
+
+
+def _gather_of(launches: Sequence[LaunchRow], value: Value) -> LaunchRow | None:
+    """Returns the all-gather that a value comes from, itself or moved once."""
+    for _ in range(2):
+        if value.producer is None:
+            return None
+        made = launches[value.producer]
+        if has(made, "all-gather"):
+            return made
+        if not only_moves(made) or not made.inputs:
+            return None
+        value = made.inputs[0]
+    return None

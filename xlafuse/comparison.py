@@ -15,6 +15,7 @@ from xlafuse.measurements import with_recordings
 from xlafuse.models.config import PRESETS, BlockConfig
 from xlafuse.models.functional import block_function, resolve_config
 from xlafuse.models.plan import FusionPlan
+from xlafuse.models.shardings import Layout
 from xlafuse.models.support import applicable, inapplicable
 from xlafuse.parallel import compilation_pool, one_at_a_time
 from xlafuse.strategies import STRATEGIES, Strategy, get_strategy, resolve_strategies
@@ -40,6 +41,7 @@ def compare(
     target: str = "h200",
     mode: Mode = "forward",
     baseline: str = "xla",
+    layout: Layout | None = None,
     numerics: bool = True,
     tries: int = 0,
     progress: Progress | None = None,
@@ -57,6 +59,8 @@ def compare(
       target: name or path of the GPU to compile for; see `hlo_analysis.targets`.
       mode: "forward", or "grad" for the gradients with respect to all floating-point arguments.
       baseline: the strategy that the others are compared with.
+      layout: shards a block over a mesh of GPUs, see `xlafuse.models.layout_of`; the numbers are those of one GPU. A
+        function's arguments have shardings of their own.
       numerics: for a block, also runs each plan on the CPU at a small size and compares it with float64.
       tries: how many remedies of the baseline's missed fusions to try; see `xlafuse.try_remedies`.
       progress: called with a strategy's name and state as work goes on; see `Progress`.
@@ -67,7 +71,8 @@ def compare(
 
     Returns a Comparison with a result for every strategy. A strategy that failed, or that cannot be used here, holds
     the reason in `error` and has no analysis. Times recorded for a preset on such a GPU are in `Analysis.measured`.
-    Raises `UnknownNameError` for an unknown name, and `ComparisonError` if no strategy gave an analysis.
+    Raises `UnknownNameError` for an unknown name, `ShardingError` for a layout that does not fit, and `ComparisonError`
+    if no strategy gave an analysis.
     """
     from hlo_analysis import diff
     from hlo_analysis.targets import load_target
@@ -76,7 +81,7 @@ def compare(
     # Turning a lone array into a tuple would split it along its first axis.
     shapes = tuple(shapes) if isinstance(shapes, (tuple, list)) else (shapes,)
     if config is not None:
-        block_function(config, shapes)  # a bad shape is the caller's error, not each strategy's
+        block_function(config, shapes, layout=layout)  # a bad shape is the caller's error, not each strategy's
     chosen = resolve_strategies(strategies)
     if baseline not in {strategy.name for strategy in chosen}:
         chosen = (get_strategy(baseline), *chosen)
@@ -89,6 +94,7 @@ def compare(
         block_or_fn=block_or_fn,
         config=config,
         shapes=shapes,
+        layout=layout,
         target=target,
         mode=mode,
         keep=keep,
@@ -109,10 +115,11 @@ def compare(
 
     def aligned() -> Comparison:
         reference = baseline if baseline in analyses else next(iter(analyses))
-        title = _title(block_or_fn, config, shapes, mode, target)
+        title = _title(block_or_fn, config, shapes, mode, target, layout)
         comparison = diff.compare_analyses(title, tuple(results.values()), reference, unfused="unfused")
         is_known = all(STRATEGIES.get(each.name, each) == each for each in chosen)
-        if config is None or PRESETS.get(config.name) != config or described.kind != "cuda" or not is_known:
+        is_recorded = config is not None and PRESETS.get(config.name) == config and layout is None
+        if config is None or not is_recorded or described.kind != "cuda" or not is_known:
             return comparison
         return with_recordings(comparison, config.name, "x".join(map(str, shapes)), mode, described.device_kind)
 
@@ -158,6 +165,7 @@ class _Program:
     block_or_fn: Any
     config: BlockConfig | None
     shapes: tuple[Any, ...]
+    layout: Layout | None
     target: str
     mode: Mode
     keep: Path | None
@@ -173,7 +181,7 @@ class _Program:
         """Returns the function under the strategy's plan, and its arguments."""
         if self.config is None:
             return self.block_or_fn, self.shapes
-        return block_function(self.config, self.shapes, plan=strategy.plan)
+        return block_function(self.config, self.shapes, plan=strategy.plan, layout=self.layout)
 
     def catalogue_for(self, strategy: Strategy) -> Catalogue:
         """Returns the kernels that remedies may name, with what `fuse` finds in the function."""
@@ -355,7 +363,15 @@ def _with_numerics(result: StrategyResult, checked: Mapping[str, Numerics | str]
     return dataclasses.replace(result, numerics=found)
 
 
-def _title(block_or_fn: Any, config: BlockConfig | None, shapes: tuple[Any, ...], mode: str, target: str) -> str:
+def _title(
+    block_or_fn: Any,
+    config: BlockConfig | None,
+    shapes: tuple[Any, ...],
+    mode: str,
+    target: str,
+    layout: Layout | None,
+) -> str:
     if config is not None:
-        return f"{config.name} block, {'x'.join(map(str, shapes))}, {mode}, {target}"
+        spread = f" ({layout})" if layout else ""
+        return f"{config.name} block, {'x'.join(map(str, shapes))}, {mode}, {target}{spread}"
     return f"{getattr(block_or_fn, '__qualname__', type(block_or_fn).__name__)}, {mode}, {target}"

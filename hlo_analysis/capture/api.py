@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from hlo_analysis.capture import autotune as autotuning
 from hlo_analysis.capture.archive import Capture
 from hlo_analysis.capture.assemble import DUMP, MODULE, MOSAIC, assemble
 from hlo_analysis.capture.failures import compile_error, first_sentence, is_toolchain_failure
+from hlo_analysis.capture.partitions import answered
 from hlo_analysis.capture.process import Worker
 from hlo_analysis.capture.runner import ARGUMENTS
 from hlo_analysis.errors import CaptureError
@@ -87,7 +89,10 @@ def capture(
       UnknownTargetError: no such target, or one that cannot be compiled for.
       UnknownOptionError: XLA has no such option; with the nearest names.
     """
-    from hlo_analysis.capture.lowering import lower  # here, so that `import hlo_analysis` does not import JAX
+    from hlo_analysis.capture.lowering import (
+        answers_of,
+        lower,
+    )  # here, so that `import hlo_analysis` does not import JAX
 
     if mode not in ("forward", "grad"):
         raise CaptureError(f"mode must be 'forward' or 'grad', not {mode!r}")
@@ -116,7 +121,11 @@ def capture(
                 options = {"xla_enable_command_buffers_during_profiling": True} | options
             if measure:
                 program.save_values(folder / ARGUMENTS)
-            result = worker.ask(_request(goal, program, options, folder) | {"measure": measure}, timeout)
+            request = _request(goal, program, options, folder) | {"measure": measure}
+            with contextlib.ExitStack() as stack:
+                if program.devices > 1:
+                    request["partitions"] = stack.enter_context(answered(answers_of(goal)))
+                result = worker.ask(request, timeout)
             if not result["ok"]:
                 if not is_toolchain_failure(result["error"]):
                     raise compile_error(result, goal, worker.last_words())

@@ -9,7 +9,7 @@ import linecache
 import re
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
@@ -21,12 +21,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import source_info_util
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hlo_analysis.capture.callbacks import answer_for_callbacks
 from hlo_analysis.capture.cudnn import answer_cudnn_checks
 from hlo_analysis.capture.meshes import (
     NEEDS_DEVICES,
+    NEEDS_MESH,
+    OTHER_DEVICES,
+    check_cuts,
+    devices_of,
+    is_cut,
     mesh_of_one,
     name_target_in_meshes,
     under_mesh_of_one,
@@ -74,6 +79,8 @@ class Lowered:
     """Of this thread, to trace and lower it: other threads' work does not count."""
     devices: int = 1
     """How many the program is spread over, by a mesh of its own."""
+    keepalive: Any = None
+    """What must live until it is compiled: JAX's weakly kept answers to how calls of Python cut their arrays."""
     values: Mapping[int, np.ndarray] = field(default_factory=dict)
     """Integers and booleans that were given as arrays, by their position among the program's arguments."""
 
@@ -121,8 +128,14 @@ def lower(
     name = function_name(fn)
     platform = "cpu" if target.kind == "cpu" else "cuda"
     alone = mesh_of_one(target) if platform == "cuda" else None
-    arguments = tuple(jax.tree.map(functools.partial(abstract, alone=alone), shape) for shape in shapes)
+
+    def arguments_on(devices: Callable[[int], Sequence[Any]] | None) -> tuple[Any, ...]:
+        place = functools.partial(abstract, alone=alone, devices=devices)
+        return tuple(jax.tree.map(place, shape) for shape in shapes)
+
+    arguments = arguments_on(None)
     described = describe_arguments(fn, arguments)
+    check_cuts(zip((each.rpartition(": ")[0] for each in described), jax.tree.leaves(arguments), strict=True))
     if open_sizes := sorted({str(size) for leaf in jax.tree.leaves(arguments) for size in _open_sizes(leaf)}):
         raise CaptureError(
             f"{name} has arguments ({', '.join(described)}) with sizes that are left open, {', '.join(open_sizes)}: "
@@ -131,19 +144,15 @@ def lower(
     try:
         with contextlib.ExitStack() as stack:
             if platform == "cuda":
-                stack.enter_context(answer_cudnn_checks(target))
-                stack.enter_context(answer_for_callbacks())
-                stack.enter_context(name_target_in_meshes(target))
+                stack.enter_context(answers_of(target))
             stack.enter_context(name_modules())
             if lower_context is not None:
                 stack.enter_context(lower_context)
-            try:
-                lowered = _lowered_for(alone, fn, arguments, mode)
-            except ValueError as error:
-                if NEEDS_DEVICES not in str(error):
-                    raise
-                with without_devices():
-                    lowered = _lowered_for(alone, fn, arguments, mode)
+            cut = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(arguments) if is_cut(leaf)]
+            # Described devices have no memories of the host's.
+            spreads = bool(cut) and target.kind == "cuda" and not set(cut) & set(_HOST_MEMORY)
+            placed = arguments_on(functools.partial(devices_of, target)) if spreads else arguments
+            lowered = _lowered_over_meshes(alone, fn, placed, arguments, mode)
             module = lowered.compiler_ir("stablehlo")
             devices = _spread_over(module)
             bytecode = mlir.module_to_bytecode(module)
@@ -164,6 +173,7 @@ def lower(
         arguments=described,
         seconds=seconds,
         devices=devices,
+        keepalive=lowered,
         values=_values(shapes, lowered),
     )
 
@@ -197,17 +207,46 @@ def _is_users(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES
 
 
+def _lowered_over_meshes(
+    alone: AbstractMesh | None, fn: Callable[..., Any], placed: tuple[Any, ...], arguments: tuple[Any, ...], mode: Mode
+) -> Any:
+    """The function lowered with arguments that are `placed` on devices, or on none where its own meshes need that."""
+    try:
+        return _lowered_for(alone, fn, placed, mode)
+    except ValueError as error:
+        if OTHER_DEVICES not in str(error) and NEEDS_DEVICES not in str(error):
+            raise
+    try:
+        return _lowered_for(alone, fn, arguments, mode)
+    except ValueError as error:
+        if NEEDS_DEVICES not in str(error):
+            raise
+    with without_devices():
+        return _lowered_for(alone, fn, arguments, mode)
+
+
 def _lowered_for(alone: AbstractMesh | None, fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode) -> Any:
     """The function lowered for one device `alone`, for the meshes that the function brings, or for the CPU."""
     platform = "cpu" if alone is None else "cuda"
-    return under_mesh_of_one(alone, lambda: _lowered(fn, arguments, mode, platform))
+    try:
+        return under_mesh_of_one(alone, lambda: _lowered(fn, arguments, mode, platform))
+    except RuntimeError as error:
+        cut = next(filter(is_cut, jax.tree.leaves(arguments)), None)
+        if NEEDS_MESH not in str(error) or cut is None:
+            raise
+    with jax.sharding.use_abstract_mesh(cut.sharding.mesh.abstract_mesh):  # as a caller does by jax.set_mesh
+        return _lowered(fn, arguments, mode, platform)
 
 
 def _lowered(fn: Callable[..., Any], arguments: tuple[Any, ...], mode: Mode, platform: str) -> Any:
     """The function, or its gradient, lowered by JAX."""
     if mode == "grad":
         program, cotangents = gradient(fn, arguments)
-        traced = jax.jit(program, static_argnums=_statics(arguments)).trace(*arguments, cotangents)
+        # A gradient lies as its argument does: an optimizer puts the two together.
+        floats = [leaf for leaf in jax.tree.leaves(arguments) if _is_float(leaf)]
+        places = [NamedSharding(leaf.sharding.mesh, leaf.sharding.spec) if is_cut(leaf) else None for leaf in floats]
+        given: dict[str, Any] = {"out_shardings": (None, tuple(places))} if any(places) else {}
+        traced = jax.jit(program, static_argnums=_statics(arguments), **given).trace(*arguments, cotangents)
     else:
         jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
         traced = jitted.trace(*arguments)
@@ -313,19 +352,31 @@ def describe_arguments(fn: Callable[..., Any], arguments: Sequence[Any]) -> tupl
     return tuple(described)
 
 
-def abstract(leaf: Any, alone: AbstractMesh | None) -> Any:
+@contextlib.contextmanager
+def answers_of(target: Target) -> Iterator[None]:
+    """Within the block, and in this thread only, JAX lowers for the target, a GPU that need not be there."""
+    with answer_cudnn_checks(target), answer_for_callbacks(), name_target_in_meshes(target):
+        yield
+
+
+def abstract(leaf: Any, alone: AbstractMesh | None, devices: Callable[[int], Sequence[Any]] | None = None) -> Any:
     """Shape, dtype and cut: an array's values and its place on a device must not enter the program.
 
-    The cut over a mesh of several devices stays, without the devices: it decides what each of them computes. So does
-    the host's memory, from which a GPU (`alone` is a mesh of it) has the array brought.
+    The cut over a mesh of several devices stays: it decides what each of them computes. The mesh is one of as many of
+    the `devices`, or of none. So does the host's memory, from which a GPU (`alone` is a mesh of it) has the array
+    brought.
     """
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf
-    sharding = getattr(leaf, "sharding", None)
+    sharding: Any = getattr(leaf, "sharding", None)
     kind = getattr(sharding, "memory_kind", None)
     kind = kind if alone is not None and kind in _HOST_MEMORY else None
-    if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
-        place = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=kind)
+    if is_cut(leaf):
+        mesh: Any = sharding.mesh.abstract_mesh
+        if devices is not None:
+            grid = np.array(devices(mesh.size)).reshape(mesh.axis_sizes)
+            mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+        place = NamedSharding(mesh, sharding.spec, memory_kind=kind)
     else:
         place = NamedSharding(alone, PartitionSpec(), memory_kind=kind) if alone and kind else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)

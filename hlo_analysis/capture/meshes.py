@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
 from hlo_analysis.capture.patches import Patch
 from hlo_analysis.errors import CaptureError
@@ -15,6 +17,12 @@ from hlo_analysis.targets import Target
 
 NEEDS_DEVICES = "primitives that require devices"
 """JAX's message about a mesh without devices."""
+
+NEEDS_MESH = "requires a non-empty mesh"
+"""JAX's message about a PartitionSpec where no mesh is set."""
+
+OTHER_DEVICES = "incompatible devices"
+"""JAX's message about two meshes of different devices."""
 
 AXIS = "_device"
 """The one axis of the mesh of a program that brings none."""
@@ -38,6 +46,54 @@ def under_mesh_of_one[T](alone: AbstractMesh | None, call: Callable[[], T]) -> T
             if f"'{AXIS}'" not in str(error):
                 raise
     return call()
+
+
+def is_cut(leaf: Any) -> bool:
+    """Whether an array is placed on a mesh of several devices."""
+    sharding = getattr(leaf, "sharding", None)
+    return isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+
+
+def undivided(shape: Sequence[int], sharding: NamedSharding) -> str | None:
+    """Says which dimension the mesh's axes do not divide, or returns None."""
+    for place, axes in enumerate(sharding.spec):
+        names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+        if place >= len(shape):
+            return f"the sharding {sharding.spec} is of more dimensions than the shape {tuple(shape)} has"
+        if shape[place] % prod(sharding.mesh.shape[name] for name in names):
+            cut = ", ".join(f"{name}={sharding.mesh.shape[name]}" for name in names)
+            return f"the mesh axis {cut} does not divide dimension {place} of the shape {tuple(shape)}"
+    return None
+
+
+def check_cuts(named: Iterable[tuple[str, Any]]) -> None:
+    """Checks the shardings of arguments, given with their names.
+
+    Raises:
+      CaptureError: an axis does not divide what it cuts, or two arguments are on different meshes.
+    """
+    first: tuple[str, Any] | None = None
+    for name, leaf in named:
+        if not is_cut(leaf):
+            continue
+        if (reason := undivided(leaf.shape, leaf.sharding)) is not None:
+            raise CaptureError(f"{name}: {reason}")
+        mesh = leaf.sharding.mesh
+        first = first or (name, mesh)
+        if dict(mesh.shape) != dict(first[1].shape):
+            raise CaptureError(
+                f"{name} is on a mesh of {dict(mesh.shape)}, and {first[0]} on one of {dict(first[1].shape)}: expected "
+                "one mesh for all arguments"
+            )
+
+
+@functools.cache
+def devices_of(target: Target, count: int) -> tuple[Any, ...]:
+    """Described devices of the target, which JAX takes for a mesh: so does what calls Python to cut its arrays."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="cuda", topology=f"1x1x{count}", target_config=target.config_text)
+    return tuple(topology.devices)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,37 @@ from typing import Any
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
 
 
+def ask_at(address: str) -> None:
+    """Has the process at the address answer how calls of Python cut their arrays; see `partitions.py`."""
+    from functools import partial
+    from multiprocessing.connection import Client
+
+    from jax._src import xla_bridge
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+
+    asked = Client(address)
+
+    def partition(shapes: Any, shardings: Any, result: Any, result_sharding: Any, key: Any) -> Any:
+        given = [str(each) for each in shapes], [each.to_string() for each in shardings]
+        asked.send((*given, str(result), result_sharding.to_string(), key))
+        answer = asked.recv()
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        module, operands, results = answer
+        made = xla_client.HloSharding.from_string
+        return module, [made(each) for each in operands], made(results)
+
+    register = partial(
+        xla_client.register_custom_call_partitioner,
+        name="CustomSPMDPartitioning",
+        prop_user_sharding=lambda sharding, *_: sharding,
+        partition=partition,
+        infer_sharding_from_operands=lambda _, shardings, *__: shardings[0],
+        can_side_effecting_have_replicated_sharding=True,
+    )
+    xla_bridge._plugin_callbacks.insert(0, register)  # before JAX's own, as the first one stays
+
+
 def main(folder: Path) -> int:
     """Compiles the request that the parent names on standard input; returns 0 when it wrote a result file."""
     with contextlib.suppress(ImportError):
@@ -56,6 +87,8 @@ def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
     from jaxlib.mlir import ir
 
+    if address := request.get("partitions"):
+        ask_at(address)
     devices = find_devices(request)
     device, count = devices[0], len(devices)
     options = compiler.get_compile_options(

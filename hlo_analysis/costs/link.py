@@ -12,6 +12,7 @@ _NUMBERS = re.compile(r"\d+")
 _IOTA = re.compile(r"\[([0-9,]+)\]<=")
 _MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 _SIZE = re.compile(r"'([^']*)'=(\d+)")
+_PART = re.compile(r"\.\d+$")
 _AXIS = re.compile(r"'([^']*)'(?::\(\d+\)(\d+))?")
 
 
@@ -41,12 +42,24 @@ def link_bytes(module: Module, instruction: Instruction, operand_bytes: int) -> 
     return int(operand_bytes * factors.get(opcode, Fraction(0)))
 
 
+def group_axes(instruction: Instruction) -> tuple[tuple[str, int], ...]:
+    """Returns the mesh axes of a collective's groups, each with its size, or () where `replica_groups` names none."""
+    if mesh := _MESH.search(instruction.attributes.get("replica_groups", "")):
+        # mesh['a'=2,'b'=4] {'b'}, where 'b':(1)2 is part of an axis; so is 'b.4', in calls of pallas_kernels.
+        sizes = {name: int(size) for name, size in _SIZE.findall(mesh[1])}
+        found: dict[str, int] = {}
+        for name, part in _AXIS.findall(mesh[2]):
+            whole = _PART.sub("", name)
+            found[whole] = found.get(whole, 1) * (int(part) if part else sizes.get(name, 1))
+        return tuple(found.items())
+    return ()
+
+
 def group_size(module: Module, instruction: Instruction) -> int:
     """Returns the number of GPUs in one group of a collective, from any of XLA's forms of `replica_groups`."""
+    if axes := group_axes(instruction):
+        return prod(size for _, size in axes)
     text = instruction.attributes.get("replica_groups", "")
-    if mesh := _MESH.search(text):  # mesh['a'=2,'b'=4] {'b'}, where 'b':(1)2 is part of an axis
-        sizes = {name: int(size) for name, size in _SIZE.findall(mesh[1])}
-        return prod(int(part) if part else sizes.get(name, 1) for name, part in _AXIS.findall(mesh[2]))
     if iota := _IOTA.search(text):  # [groups,devices]<=[8]
         return int(iota[1].rpartition(",")[2])
     groups = [_NUMBERS.findall(group) for group in text.strip("{} ").split("}") if _NUMBERS.search(group)]

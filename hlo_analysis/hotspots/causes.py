@@ -23,7 +23,7 @@ from hlo_analysis.patterns.launch_patterns import (
     shape_of,
 )
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.program.launch_kinds import EMITTERS
+from hlo_analysis.program.launch_kinds import COLLECTIVE_OPCODES, EMITTERS
 from hlo_analysis.records import Device
 from hlo_analysis.remedies import Remedy, conv_texts
 from hlo_analysis.remedies.convolutions import is_short_depthwise
@@ -247,6 +247,21 @@ def _few_blocks(launch: LaunchRow, launches: Launches, device: Device) -> Cause 
                  "multiprocessors have nothing to do")  # fmt: skip
 
 
+def _exposed_link(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
+    """A collective that the launches between its start and the wait for it do not hide."""
+    if not launch.exposed_us or launch.limiter != "link":
+        return None
+    opcode = next((name for name, _ in launch.opcodes if name in COLLECTIVE_OPCODES), "collective")
+    over = " and ".join(repr(name) for name, _ in launch.axes)
+    where = f" over the mesh axis {over}" if over else ""
+    what = f"an {opcode}{where}" if opcode.startswith("a") else f"a {opcode}{where}"
+    joined = len(launch.inputs)
+    if joined > 1 and opcode in remedies.APART:
+        text = f"{what} of {joined} arrays that XLA joined, which other work does not hide"
+        return Cause(text=text, remedy=remedies.APART[opcode])
+    return Cause(text=f"{what}, which other work does not hide", remedy=remedies.SCHEDULED)
+
+
 RULES: tuple[Callable[[LaunchRow, Launches, Device], Cause | None], ...] = (
     _repeated_indices,
     _random_bits,
@@ -259,6 +274,7 @@ RULES: tuple[Callable[[LaunchRow, Launches, Device], Cause | None], ...] = (
     _sort_passes,
     _small_iterations,
     _few_blocks,
+    _exposed_link,
 )
 """The most specific first."""
 

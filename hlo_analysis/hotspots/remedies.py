@@ -20,6 +20,27 @@ SORTED_SUMS = Remedy(
     text="sort the indices and add each row's updates in one place, without atomics. Where indices are sorted already, "
     "say so (indices_are_sorted=True), and unique_indices=True where none comes twice",
 )
+APART = {
+    opcode: Remedy(
+        kind="option",
+        options=((f"xla_gpu_{name}_combine_threshold_bytes", "0"),),
+        text=f"xla_gpu_{name}_combine_threshold_bytes=0 leaves the arrays apart, so that each moves beside work that "
+        "does not need it; a number of bytes joins small ones alone",
+    )
+    for opcode, name in (
+        ("all-gather", "all_gather"),
+        ("reduce-scatter", "reduce_scatter"),
+        ("all-reduce", "all_reduce"),
+    )
+}
+"""By the opcode of a collective of several arrays."""
+SCHEDULED = Remedy(
+    kind="option",
+    options=(("xla_gpu_enable_latency_hiding_scheduler", "True"),),
+    text="xla_gpu_enable_latency_hiding_scheduler=True starts collectives early and waits for them late, where other "
+    "work does not depend on them; else cut the work into parts, so that the collective of one runs beside the work on "
+    "the next",
+)
 FOUR_OF_A_WORD = Remedy(
     kind="rewrite",
     code="words = jax.random.bits(key, (x.size // 4,), jnp.uint32)\n"

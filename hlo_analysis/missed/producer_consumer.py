@@ -36,6 +36,7 @@ from hlo_analysis.remedies.texts import (
     LINEAR_EPILOGUE,
     LINEAR_PROLOGUE,
     MASKED,
+    OVERLAP,
     PICKED,
     ROWS_UPDATED,
     SCATTERED,
@@ -180,6 +181,8 @@ def _saved(
         scatters = [reader for reader in near if has(reader, "scatter")]
         part = _reads(scatters, stakes, device)[0] / max(_reads(near, stakes, device)[0], 1)
         return *_cost(producer, scatters, stakes, device, part), [producer]
+    if remedy is OVERLAP:  # its value is written for the others in any case: the link's time is at stake, a hotspot's
+        return _cost(producer, near, stakes, device)[0], {}, []
     if remedy in (EPILOGUE, LINEAR_EPILOGUE):
         first = [reader for reader in near if not any(ancestors[reader.index] >> other.index & 1 for other in near)]
         if len(first) < len(near):  # the others need what other launches make of the first, and read what is written

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from hlo_analysis.costs.coalescing import cache_bytes
 from hlo_analysis.costs.estimate import Work, estimate, longest
 from hlo_analysis.costs.flops import Flops, flops_of
-from hlo_analysis.costs.link import link_bytes
+from hlo_analysis.costs.link import group_axes, link_bytes
 from hlo_analysis.costs.needed import needed_us
 from hlo_analysis.costs.occupancy import MultiprocessorLimits, occupancy
 from hlo_analysis.costs.pipeline import steps_of
@@ -141,6 +141,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         unfused_bytes=usage.unfused_bytes,
         host_bytes=host_bytes,
         link_bytes=sent,
+        axes=group_axes(instruction) if kind == "collective" else (),
         roofline_us=limit.time_us,
         limiter=limit.limiter,
         estimated_us=estimate(work, context.device),
@@ -179,6 +180,23 @@ def row_of_thunk(index: int, site: Site, context: Context) -> Row:
         estimated_us=context.device.efficiency.kernel_us,
     )
     return Row(launch=launch)
+
+
+def with_readers_scopes(launches: Sequence[LaunchRow]) -> list[LaunchRow]:
+    """Gives a collective without a scope that of the first launch that reads it: XLA names gathered weights alone."""
+    scopes: dict[int, tuple[str, Phase]] = {}
+    for launch in launches:
+        for value in launch.inputs if launch.scope else ():
+            if value.producer is not None:
+                scopes.setdefault(value.producer, (launch.scope, launch.phase))
+
+    def named(launch: LaunchRow) -> LaunchRow:
+        if launch.kind != "collective" or launch.scope or launch.index not in scopes:
+            return launch
+        scope, phase = scopes[launch.index]
+        return replace(launch, scope=scope, phase=phase)
+
+    return [named(launch) for launch in launches]
 
 
 def _shared_memory(thunk: Thunk, resources: Resources) -> int | None:

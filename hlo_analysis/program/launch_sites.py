@@ -7,7 +7,7 @@ work, not the launches. Where there is no list (a capture without ptxas, XLA:CPU
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hlo_analysis.errors import DumpError
 from hlo_analysis.hlo import Computation, Instruction, Module
@@ -54,6 +54,8 @@ class LaunchTable:
 
     sites: tuple[Site, ...]
     notes: tuple[str, ...] = ()
+    waits: Mapping[int, int] = field(default_factory=dict)
+    """Index of each asynchronous launch → how many launches precede the wait for it."""
 
 
 def find_launches(module: Module, sequence: str | None, metadata: str | None) -> LaunchTable:
@@ -94,7 +96,22 @@ def find_launches(module: Module, sequence: str | None, metadata: str | None) ->
     unknown = [site.thunk.id for site in sites if site.instruction is None]
     if unknown:
         notes[f"No HLO instruction is known for thunks {unknown}: their traffic is not counted."] = None
-    return LaunchTable(sites=_number_steps(sites), notes=tuple(notes))
+    places = {site.thunk.id: index for index, site in enumerate(sites)}
+    return LaunchTable(sites=_number_steps(sites), notes=tuple(notes), waits=_waits(forest, places))
+
+
+def _waits(forest: Sequence[Thunk], places: Mapping[int, int]) -> dict[int, int]:
+    """Pairs each asynchronous launch, by its place, with the number of launches before the wait for it."""
+    begun: dict[int, list[int]] = {}
+    found: dict[int, int] = {}
+    count = 0
+    for thunk in (each for root in forest for each in root.walk()):
+        count = places.get(thunk.id, count - 1) + 1
+        if thunk.kind == "kAsyncStart" and thunk.async_id is not None:
+            begun[thunk.async_id] = [places[each.id] for each in thunk.walk() if each.id in places]
+        elif thunk.kind == "kAsyncDone" and thunk.async_id in begun:
+            found |= dict.fromkeys(begun.pop(thunk.async_id), count)
+    return found
 
 
 def _walk(

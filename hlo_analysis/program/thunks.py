@@ -40,6 +40,7 @@ _KERNEL = re.compile(
     r"\s*(?P<name>\S+) grid: \[(?P<grid>[\d, ]+)\] threads: \[(?P<block>[\d, ]+)\]"
     r"\s+shared_memory: (?P<shared>\d+) bytes"
 )
+_PAIR = re.compile(r"\basync_id=(\d+)")
 _NONE = "No thunks."
 """The whole list of a program that only returns its arguments, or returns nothing."""
 _LABEL = re.compile(r"\s*(condition|body|true_branch|false_branch|branch_\d+):\s*$")
@@ -50,7 +51,8 @@ class Thunk:
     """One step of the executable.
 
     `region` is '' or the part of the enclosing loop or conditional that contains it: 'condition', 'body', 'branch_0',
-    …. `grid` and `block` count thread blocks and threads. `shared_memory_bytes` is the dynamic part alone.
+    …. `grid` and `block` count thread blocks and threads. `shared_memory_bytes` is the dynamic part alone. `async_id`
+    pairs a start with its wait.
     """
 
     id: int
@@ -60,6 +62,7 @@ class Thunk:
     grid: tuple[int, int, int] | None = None
     block: tuple[int, int, int] | None = None
     shared_memory_bytes: int | None = None
+    async_id: int | None = None
     children: tuple[Thunk, ...] = ()
 
     @property
@@ -116,6 +119,8 @@ def parse_thunk_sequence(text: str) -> tuple[Thunk, ...]:
                 "block": _triple(kernel["block"]),
                 "shared_memory_bytes": int(kernel["shared"]),
             }
+        if pair := _PAIR.search(match["rest"]):
+            fields["async_id"] = int(pair[1])
         node = _Open(indent=indent, fields=fields)
         parent.children.append(node)
         stack.append(node)

@@ -252,9 +252,13 @@ class Analysis:
     def estimated_us(self) -> float:
         """Returns the estimated time of one run: all launches in sequence, and the gaps between those outside loops.
 
-        Loops run in command buffers, where launches that do not wait for each other overlap.
+        Of a collective that other launches run beside it counts what they do not hide. Loops run in command buffers,
+        where launches that do not wait for each other overlap.
         """
-        busy = sum(launch.estimated_us * launch.repeat for launch in self.launches)
+        busy = sum(
+            (launch.estimated_us if launch.exposed_us is None else launch.exposed_us) * launch.repeat
+            for launch in self.launches
+        )
         once = sum(launch.repeat == 1 for launch in self.launches)
         return busy + max(0, once - 1) * self.device.gap_us
 

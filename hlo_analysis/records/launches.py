@@ -96,6 +96,11 @@ class Launch:
     """Counted: what it reads or writes in the host's memory (offloading), beside the bytes above."""
     link_bytes: int = 0
     """Counted: what a collective sends to other GPUs, of one GPU; it receives as much."""
+    axes: tuple[tuple[str, int], ...] = ()
+    """The mesh axes that a collective acts over, each with its number of GPUs; () where the HLO does not say."""
+    exposed_us: float | None = None
+    """Estimated: what remains of a collective's time beside the launches between its start and the wait for it; None
+    for other launches. `estimated_us` is the whole."""
     roofline_us: float = 0.0
     """Estimated: max(bytes / bandwidth, FLOPs / peak, link bytes / link rate) + launch overhead, for one launch, on the
     target."""

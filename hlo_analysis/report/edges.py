@@ -96,8 +96,17 @@ def _work(role: str, launch: Launch) -> list[str]:
         *([f"          computes {computes}"] if computes else []),
         f"          {format_bytes(launch.bytes_read)} read, {format_bytes(launch.bytes_written)} written, "
         f"{format_flops(launch.flops)} (counted); {format_us(launch.estimated_us)} (estimated)",
+        *_sent(launch),
         *([f"          at {where}"] if where else []),
     ]
+
+
+def _sent(launch: Launch) -> list[str]:
+    if not launch.link_bytes:
+        return []
+    over = f" over {', '.join(f'{name}={size}' for name, size in launch.axes)}" if launch.axes else ""
+    alone = "" if launch.exposed_us is None else f"; {format_us(launch.exposed_us)} beside no other work (estimated)"
+    return [f"          sends {format_bytes(launch.link_bytes)}{over} (counted){alone}"]
 
 
 def _decisions(edge: Edge) -> list[str]:

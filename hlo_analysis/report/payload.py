@@ -39,7 +39,8 @@ from hlo_analysis.report.similar_layers import group_missed
 
 LAUNCH_COLUMNS = (
     "index", "name", "kind", "repeat", "scope", "phase", "source", "opName", "grid", "block", "shared", "opcodes",
-    "inputs", "outputs", "read", "written", "host", "flops", "unfused", "roofline", "limiter",
+    "inputs", "outputs", "read", "written", "host", "link", "axes", "exposed", "flops", "unfused",
+    "roofline", "limiter",
     "estimate", "xla", "xlaModel", "measured", "kernel", "registers", "spill", "occupancy", "occupancyLimiter",
     "hlo", "ptx",
 )  # fmt: skip
@@ -213,7 +214,9 @@ def _launch(launch: Launch) -> tuple[Any, ...]:
         launch.index, launch.name, launch.kind, launch.repeat, launch.scope, launch.phase, launch.source,
         launch.op_name, launch.grid, launch.block, launch.shared_memory_bytes, launch.opcodes,
         [_value(value) for value in launch.inputs], [_value(value) for value in launch.outputs],
-        launch.bytes_read, launch.bytes_written, launch.host_bytes, launch.flops, launch.unfused_bytes,
+        launch.bytes_read, launch.bytes_written, launch.host_bytes, launch.link_bytes,
+        ", ".join(f"{name}={size}" for name, size in launch.axes), _rounded(launch.exposed_us),
+        launch.flops, launch.unfused_bytes,
         round(launch.roofline_us, 3), launch.limiter, round(launch.estimated_us, 3),
         _rounded(launch.xla_estimate_us), _xla_model(launch), _rounded(launch.measured_us),
         launch.kernel, launch.registers, launch.spill_bytes,

@@ -16,6 +16,7 @@ from hlo_analysis.capture.lowering import lower
 from hlo_analysis.errors import CaptureError
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.targets import load_target
+from pallas_kernels import rms_norm
 
 ROWS = jax.ShapeDtypeStruct((64, 128), jnp.float32)
 
@@ -131,22 +132,79 @@ def test_arguments_in_the_hosts_memory_stay_there(devices: int) -> None:
     assert b"pinned_host" in lowered.bytecode
 
 
-def test_cudnn_attention_over_a_mesh_lowers_within_shard_map_alone() -> None:
-    """JAX refuses it wherever arguments are cut over a mesh that has no devices."""
-    mesh = AbstractMesh((4,), ("rows",), axis_types=(AxisType.Auto,))
-    cut = NamedSharding(mesh, PartitionSpec("rows"))
-    heads = jax.ShapeDtypeStruct((4, 128, 2, 64), jnp.bfloat16, sharding=cut)
+def over(mesh: AbstractMesh, spec: PartitionSpec, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+
+FOUR = AbstractMesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def test_cudnn_attention_lowers_over_a_mesh_without_devices_within_shard_map_and_outside() -> None:
+    spec = PartitionSpec("data")
+    heads = over(FOUR, spec, (4, 128, 2, 64))
 
     def attend(heads: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(heads, heads, heads, implementation="cudnn")
 
-    spec = PartitionSpec("rows")
-    mapped = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    lowered = lower(mapped, (heads,), target=load_target("h200"))
+    mapped = jax.shard_map(attend, mesh=FOUR, in_specs=spec, out_specs=spec, check_vma=False)
+    inside = lower(mapped, (heads,), target=load_target("h200"))
+    outside = lower(attend, (heads,), target=load_target("h200"))
+    assert inside.devices == outside.devices == 4
+    assert b"CustomSPMDPartitioning" not in inside.bytecode
+    assert b"CustomSPMDPartitioning" in outside.bytecode
+
+
+def test_calls_that_python_cuts_are_compiled_for_their_parts(compiler: None) -> None:
+    """The worker asks this process how: a kernel and cuDNN's attention see one device's parts, and nothing is gathered.
+
+    The gradient of rows on two axes is summed over the one that cuts them.
+    """
+
+    def layer(x: jax.Array, scale: jax.Array) -> jax.Array:
+        heads = jnp.reshape(jnp.asarray(rms_norm(x, scale)), (*x.shape[:2], -1, 64))
+        return jax.nn.dot_product_attention(heads, heads, heads, implementation="cudnn")
+
+    x = over(FOUR, PartitionSpec("data"), (4, 256, 512))
+    captured = capture(layer, x, over(FOUR, PartitionSpec(), (512,)), mode="grad")
+    launches = analyze(captured).launches
+    assert {"mosaic", "cudnn"} <= {launch.kind for launch in launches}
+    (kernel,) = [launch for launch in launches if launch.kind == "mosaic" and launch.phase == "forward"]
+    assert "bf16[2,256,512]" in {value.shape.partition("{")[0] for value in kernel.inputs}
+    (total,) = [launch for launch in launches if launch.kind == "collective"]
+    assert total.axes == (("data", 2),)
+    assert parse_module(captured.require("final_hlo")).entry.parameters[0].shape.dimensions == (2, 256, 512)
+
+
+def test_gradients_lie_as_their_arguments_do(compiler: None) -> None:
+    """A weight cut over devices has its gradient scattered over them, not summed on each."""
+    x, w = over(FOUR, PartitionSpec("data"), (64, 128)), over(FOUR, PartitionSpec("data", "tensor"), (128, 256))
+    results = parse_module(capture(jnp.matmul, x, w, mode="grad").require("final_hlo")).entry.root_instruction.shape
+    assert "bf16[64,128]" in str(results)
+
+
+def test_a_specs_axes_are_those_of_the_arguments_mesh() -> None:
+    def constrained(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(jnp.sin(x), PartitionSpec("data", "tensor"))
+
+    lowered = lower(constrained, (over(FOUR, PartitionSpec("data"), (64, 128)),), target=load_target("h200"))
     assert lowered.devices == 4
-    assert b"__cudnn$fmhaSoftmax" in lowered.bytecode
-    with pytest.raises(CaptureError, match="cuDNN's attention and products over a mesh are cut by calls of Python"):
-        lower(attend, (heads,), target=load_target("h200"))
+    assert b"sharding_constraint" in lowered.bytecode
+
+
+@pytest.mark.parametrize(
+    ("spec", "other", "message"),
+    [
+        (PartitionSpec(None, "tensor"), FOUR, r"w: the mesh axis tensor=2 does not divide dimension 1 of .*\(64, 7\)"),
+        (PartitionSpec("rows"), AbstractMesh((8,), ("rows",)), "w is on a mesh of {'rows': 8}, and x on one of"),
+    ],
+)
+def test_shardings_that_do_not_fit_name_argument_and_axis(spec: Any, other: Any, message: str) -> None:
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ w
+
+    arguments = over(FOUR, PartitionSpec("data"), (64, 64)), over(other, spec, (64, 7))
+    with pytest.raises(CaptureError, match=message):
+        lower(product, arguments, target=load_target("h200"))
 
 
 def test_sizes_that_are_left_open_are_told_by_name() -> None:

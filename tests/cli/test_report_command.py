@@ -73,6 +73,29 @@ def test_options_reach_the_comparison(invoke, compared):
     ]
 
 
+def test_a_block_on_a_mesh(invoke, compared):
+    result = invoke("report", "--mesh", "data=2,tensor=2", "--parallel", "sp")
+    assert result.exit_code == 0
+    assert str(compared[0]["layout"]) == "sp, data=2,tensor=2"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mesh", "data=2"], "go together"),
+        (["--parallel", "tp"], "go together"),
+        (["--mesh", "rows=2", "--parallel", "tp"], "mesh axis 'rows'"),
+        (["--mesh", "data=2", "--parallel", "tp"], "the mesh axis 'tensor'"),
+        (["--mesh", "data=2", "--parallel", "dp", "--fn", "math:sin"], "leave out --fn"),
+    ],
+)
+def test_a_mesh_that_does_not_fit(words, message, invoke, compared):
+    result = invoke("report", *words)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+    assert not compared
+
+
 @pytest.mark.parametrize(
     ("words", "count"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from launch_programs import DEVICE, Program
 
@@ -74,3 +76,34 @@ def test_of_a_program_for_a_cpu_no_remedy_is_listed() -> None:
     assert note.startswith("The program was compiled for a CPU")
     assert program.rank()
     assert program.rank(device=CPU_DEVICE) == ()
+
+
+def gathered(reads: dict[str, int], kernel: dict[str, int]) -> list[str]:
+    """Notes of whole arrays in a program of an all-gather `g` and a kernel; sizes above 1 are matrices."""
+    program = Program().launch("g", reads, 40, "collective", opcodes=("all-gather",), axes=(("data", 4),))
+    first, second = program.launch("norm", kernel, 40, "mosaic", scope="block/norm").launches
+    shapes = [f"f32[64,{value.bytes}]" if value.bytes > 1 << 20 else "f32[64]" for value in second.inputs]
+    shaped = [replace(value, shape=shape) for value, shape in zip(second.inputs, shapes, strict=True)]
+    return [note for note in notes_of([first, replace(second, inputs=tuple(shaped))], (), DEVICE) if "whole" in note]
+
+
+def test_a_kernel_that_reads_nothing_but_gathered_arrays_is_told() -> None:
+    (note,) = gathered({"x": 10}, {"g": 40, "scale": 1})
+    assert note.startswith(
+        "norm (block/norm) reads nothing but whole arrays, which XLA gathers over the mesh axis 'data'"
+    )
+
+
+def test_a_kernel_that_gathers_its_weights_alone_is_as_it_should_be() -> None:
+    assert not gathered({"w": 10}, {"x": 8, "g": 40})
+
+
+def test_what_goes_over_each_axis_is_told() -> None:
+    times = {"estimated_us": 50.0, "exposed_us": 20.0}
+    program = Program()
+    for name, axis, repeat in (("a", "data", 1), ("b", "tensor", 3), ("c", "tensor", 1)):
+        fields = {"axes": ((axis, 2),), "link_bytes": 10**6, "repeat": repeat, **times}
+        program.launch(name, {"x": 1}, 1, "collective", opcodes=("all-reduce",), **fields)
+    first, second = (note for note in notes_of(program.launches, (), DEVICE) if "collective" in note)
+    assert first.startswith("1 collective over the mesh axis 'data': 1 MB sent by each GPU in 50 µs, 20 of them beside")
+    assert second.startswith("4 collectives over the mesh axis 'tensor': 4 MB sent by each GPU in 200 µs, 80 of them")

@@ -83,12 +83,13 @@ def timed(
     *,
     baseline: str,
     wall_seconds: float = 0.0,
+    by_gpu: bool = True,
 ) -> ShapeResult:
     """Makes a shape's candidates, lets them take turns, and adds to the result what the run measured.
 
     make: returns the candidates that run and agree; it adds the others to a list of problems. What it raises, as when
         memory runs out, is a problem of the `baseline`.
-    settings: has `rounds` and `calls`. wall_seconds: see `time_candidates`.
+    settings: has `rounds` and `calls`. wall_seconds, by_gpu: see `time_candidates`.
     """
     start, problems = time.monotonic(), []
     try:
@@ -100,7 +101,9 @@ def timed(
     if not candidates:
         return result
     begun = time.monotonic()
-    run = time_candidates(candidates, rounds=settings.rounds, calls=settings.calls, wall_seconds=wall_seconds)
+    run = time_candidates(
+        candidates, rounds=settings.rounds, calls=settings.calls, wall_seconds=wall_seconds, by_gpu=by_gpu
+    )
     return replace(
         result,
         candidates=tuple(

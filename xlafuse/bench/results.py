@@ -38,7 +38,8 @@ class Measured:
     kind: see `timing.Candidate`.
     lower_seconds, compile_seconds: tracing time and XLA's time before a whole model's first call.
     peak_bytes: device memory of that program, arguments included.
-    tokens_per_second: tokens a second of a whole model, by wall clock.
+    tokens_per_second: tokens a second of a whole model, by wall clock; on several GPUs those of one.
+    flops_share: FLOPs of the model's products over what the GPU's peak allows in that time (MFU), on several GPUs.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Measured:
     compile_seconds: float | None = None
     peak_bytes: int | None = None
     tokens_per_second: float | None = None
+    flops_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,6 +131,38 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeshSettings:
+    """Settings of the mesh benchmark.
+
+    peers: names from `xlafuse.bench.mesh.PEERS`.
+    mesh: of all attached GPUs, along the axis that the kind of parallel needs, if empty.
+    until: seconds since the epoch after which no case starts.
+    """
+
+    model: Annotated[str, typer.Option("--preset", metavar="NAME", help="A model: llama3-8b, tiny.")] = "llama3-8b"
+    strategies: Annotated[
+        tuple[str, ...],
+        typer.Option(metavar="A,B,C", help="Strategies to time, the baseline first; see `xlafuse strategies`."),
+    ] = ("xla", "xla_cudnn", "best")
+    peers: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="A,B",
+            help="shard_map: the gradient with collectives written by hand; torch_fsdp: the training step under "
+            "PyTorch's FSDP.",
+        ),
+    ] = ()
+    mesh: Annotated[
+        str, typer.Option(metavar="AXIS=N,...", help="Mesh of the GPUs, as data=2,tensor=2. Default: one axis.")
+    ] = ""
+    layers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of layers.")] = 2
+    rounds: Rounds = 8
+    calls: int = 3
+    until: _Until = float("inf")
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChoiceSettings:
     """Settings of the choice benchmark.
 

@@ -64,11 +64,11 @@ def run(
 
     Args:
         operations: names in `pallas_kernels.REGISTRY`; cases such as "forward 2x4096" for the block and model
-            benchmarks; calls such as "attention 7" for the choice benchmark.
-        settings: `xlafuse.bench.kernels.Settings`, `.block.BlockSettings`, `.choice.ChoiceSettings` or
-            `.model.ModelSettings`.
+            benchmarks, "gradient fsdp 4x4096" for the mesh benchmark; calls such as "attention 7" for the choice
+            benchmark.
+        settings: those of `xlafuse.bench.settings` for the benchmark.
         output: the JSON file.
-        benchmark: "kernels", "block", "choice" or "model".
+        benchmark: "kernels", "block", "choice", "mesh" or "model".
         stall_seconds: how long a worker may go without a new result before it is killed.
         worker: the command, which gets a folder as its last argument.
         kept: called with all results after each write.

@@ -96,6 +96,7 @@ def time_candidates(
     rounds: int = 10,
     calls: int = 4,
     wall_seconds: float = 0.0,
+    by_gpu: bool = True,
     warm_up_seconds: tuple[float, float] = (0.3, 1.0),
 ) -> TimingRun:
     """Times candidates against each other on the attached NVIDIA GPU.
@@ -106,6 +107,7 @@ def time_candidates(
         calls: calls of a candidate in each turn.
         wall_seconds: for so long each turn for wall clock keeps calling, as the GPU is idle while the host prepares
             the first call.
+        by_gpu: whether GPU times are taken. On several GPUs they are not a call's time: the wall clock stands for them.
         warm_up_seconds: least and longest time for which all candidates first take turns until times settle.
 
     Returns:
@@ -136,7 +138,8 @@ def time_candidates(
         attempt(turn, _Turn.run_once)
     spent, is_steady = _warm_up(lambda: [attempt(turn, _Turn.run_once) for turn in turns.values()], *warm_up_seconds)
     take_turns(lambda turn: turn.measure_wall(calls, wall_seconds), lambda turn: turn.median_wall_us)
-    take_turns(lambda turn: turn.measure_gpu(calls), lambda turn: turn.median_us)
+    if by_gpu:
+        take_turns(lambda turn: turn.measure_gpu(calls), lambda turn: turn.median_us)
     return TimingRun(
         timings={name: turn.timing() for name, turn in turns.items() if name not in failures},
         failures=failures,
@@ -216,14 +219,15 @@ class _Turn:
         return float(np.median(self._wall_us)) if self._wall_us else float("inf")
 
     def timing(self) -> Timing:
-        p20, median, p80 = np.percentile(self._gpu_us, (20, 50, 80))
+        taken = self._gpu_us or self._wall_us
+        p20, median, p80 = np.percentile(taken, (20, 50, 80))
         return Timing(
             median_us=float(median),
             p20_us=float(p20),
             p80_us=float(p80),
             wall_us=float(np.median(self._wall_us)),
             kernels=self._kernels,
-            samples=len(self._gpu_us),
+            samples=len(taken),
         )
 
 

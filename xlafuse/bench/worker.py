@@ -25,17 +25,19 @@ from xlafuse.bench.block import BlockSettings, bench_block
 from xlafuse.bench.choice import ChoiceSettings, bench_choice, compile_ahead
 from xlafuse.bench.environment import Sampler, environment, sampling
 from xlafuse.bench.kernels import Settings, bench_operation, require_gpu
+from xlafuse.bench.mesh import MeshSettings, bench_mesh, mesh_lines
 from xlafuse.bench.model import ModelSettings, bench_model, model_lines
 from xlafuse.bench.results import Results, Run, ShapeResult, write
 from xlafuse.bench.text import block_lines, choice_lines, kernel_lines, problem_lines
 from xlafuse.errors import XlafuseError
 
 DONE, REFUSED, GPU_LOST = 0, 2, 3
-AnySettings = Settings | BlockSettings | ChoiceSettings | ModelSettings
+AnySettings = Settings | BlockSettings | ChoiceSettings | MeshSettings | ModelSettings
 _KINDS: Mapping[str, type[AnySettings]] = {
     "kernels": Settings,
     "block": BlockSettings,
     "choice": ChoiceSettings,
+    "mesh": MeshSettings,
     "model": ModelSettings,
 }
 
@@ -90,6 +92,8 @@ def _benchmark(settings: AnySettings) -> tuple[Callable[..., Iterator[ShapeResul
             return bench_block, block_lines
         case ChoiceSettings():
             return bench_choice, choice_lines
+        case MeshSettings():
+            return bench_mesh, mesh_lines
         case ModelSettings():
             return bench_model, model_lines
         case Settings():

@@ -1,4 +1,4 @@
-"""Implements `xlafuse bench kernels|block|model|choice|compare` and `xlafuse tune`."""
+"""Implements `xlafuse bench kernels|block|model|mesh|choice|compare` and `xlafuse tune`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from xlafuse.bench.settings import (
     BlockSettings,
     ChoiceSettings,
     Match,
+    MeshSettings,
     ModelSettings,
     Rounds,
     Seconds,
@@ -109,6 +110,43 @@ def _model(
     raise typer.Exit(0 if _is_complete(results, settings.strategies) else 1)
 
 
+def _mesh(
+    settings: MeshSettings,
+    output: Output,
+    shapes: Annotated[
+        str, typer.Option(metavar="A,B,C", help="SEQUENCESxTOKENS of all GPUs, separated by commas.")
+    ] = "4x4096",
+    parallel: Annotated[
+        str, typer.Option(metavar="A,B", help="dp: data, fsdp: fully sharded, tp: tensor, sp: tensor and sequence.")
+    ] = "dp,fsdp,tp,sp",
+    phases: Annotated[
+        str, typer.Option(metavar="A,B", help="gradient: of a stack of layers; train: a step of the model, with fsdp.")
+    ] = "gradient,train",
+) -> None:
+    """Measure layers and a training step on several GPUs: wall clock, tokens a second a GPU, share of the peak.
+
+    Needs NVIDIA GPUs of one host. Exits with 0 if every strategy was measured, 1 if one failed, 2 on bad input or no
+    GPU.
+    """
+    from xlafuse.bench import mesh
+    from xlafuse.bench.text import left_out
+    from xlafuse.models.decoder import get_decoder
+    from xlafuse.models.shardings import PARALLEL, layout_of, parse_mesh
+
+    get_decoder(settings.model)
+    _check_strategies(settings.strategies)
+    _check("kind of parallel", names(parallel), PARALLEL)
+    _check("phase", names(phases), mesh.PHASES)
+    _check("peer", settings.peers, mesh.PEERS)
+    if settings.mesh:
+        for kind in names(parallel):
+            layout_of(parse_mesh(settings.mesh), kind)
+    kinds = [f"{phase} {kind}" for phase in names(phases) for kind in names(parallel)]
+    cases = _cases(names(shapes), [each for each in kinds if not each.startswith("train") or each == "train fsdp"])
+    results = _measured("mesh", cases, settings, output, left_out, stall_seconds=400.0)
+    raise typer.Exit(0 if _is_complete(results, settings.strategies) else 1)
+
+
 def _choice(
     settings: ChoiceSettings,
     output: Output,
@@ -143,6 +181,7 @@ def _choice(
 bench.command("kernels")(with_options(_kernels, Settings))
 bench.command("block")(with_options(_block, BlockSettings))
 bench.command("model")(with_options(_model, ModelSettings))
+bench.command("mesh")(with_options(_mesh, MeshSettings))
 bench.command("choice")(with_options(_choice, ChoiceSettings))
 
 

@@ -36,6 +36,7 @@ from xlafuse.files import write_files
 
 if TYPE_CHECKING:
     from hlo_analysis.records import Analysis, Comparison
+    from xlafuse.models import Layout
     from xlafuse.strategies import Strategy
 
 DEFAULT_BLOCK = "llama3-8b"
@@ -67,6 +68,22 @@ class Request:
         typer.Option(
             metavar="NAME",
             help="Module to take from a folder with several, such as jit_train_step. Default: the largest.",
+        ),
+    ] = None
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXIS=N,...",
+            help="Shard the block over a mesh of GPUs, as data=2,tensor=2, in the way of --parallel. The --args of "
+            "--fn have shardings of their own.",
+        ),
+    ] = None
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="How the block is sharded over --mesh: dp (data), fsdp (fully sharded), tp (tensor), sp (tensor and "
+            "sequence).",
         ),
     ] = None
     mode: ModeOption = Mode.forward
@@ -230,6 +247,7 @@ def _check(request: Request) -> None:
 
     if request.block is not None and request.fn is not None:
         raise InputError("expected --block or --fn, got both")
+    _layout(request)
     if request.args is not None and request.fn is None:
         raise InputError("--args gives the arguments of --fn; a block takes --shape BATCHxLENGTH")
     if sum((request.measure, request.measured is not None, request.profile is not None)) > 1:
@@ -264,6 +282,19 @@ def _check_gpu(target: str) -> None:
         raise InputError(f"--measure compiles for the GPU that it runs on; it cannot run for --target {target}")
     if not has_nvidia_gpu():
         raise InputError("no GPU is attached: use --measured FILE or --profile DIR")
+
+
+def _layout(request: Request) -> Layout | None:
+    """Returns how the block is sharded over --mesh, by --parallel, or None for one GPU."""
+    from xlafuse.models.shardings import layout_of, parse_mesh
+
+    if request.mesh is None and request.parallel is None:
+        return None
+    if request.mesh is None or request.parallel is None:
+        raise InputError("--mesh AXIS=N,... and --parallel dp|fsdp|tp|sp go together")
+    if request.fn is not None or request.measure or request.capture:
+        raise InputError("--mesh shards a block for a described target: leave out --fn, --measure and --capture")
+    return layout_of(parse_mesh(request.mesh), request.parallel)
 
 
 def _program(request: Request) -> tuple[Any, tuple[Any, ...]]:
@@ -320,6 +351,7 @@ def _compare(
                 ready=ready,
                 timeout=request.timeout,
                 **({"measure": True} if request.measure else {}),
+                **({"layout": layout} if (layout := _layout(request)) else {}),
             )
         except ComparisonError as error:
             # If the others failed, it does not matter that some strategies do not apply.

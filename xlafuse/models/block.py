@@ -15,6 +15,7 @@ from xlafuse.models import kernels, layers
 from xlafuse.models.config import BlockConfig
 from xlafuse.models.experts import Experts
 from xlafuse.models.plan import FusionPlan
+from xlafuse.models.shardings import Layout
 
 _FUSES = ("mosaic", "best")
 """Implementations of a product that compute what is around it, too."""
@@ -107,14 +108,17 @@ class TransformerBlock(nnx.Module):
         *,
         plan: FusionPlan | None = None,
         dropout_key: Array | None = None,
+        layout: Layout | None = None,
     ) -> Array:
         """Applies the block to `x` (B, T, hidden).
 
         `positions` (B, T), int32, are the tokens' positions for RoPE; None counts from 0. `plan` names the
-        implementation of each site; None leaves all to XLA. Dropout acts only if `dropout_key` is given. Raises
-        `InapplicablePlanError` if the plan asks for a kernel that this block cannot use.
+        implementation of each site; None leaves all to XLA. Dropout acts only if `dropout_key` is given. With a
+        `layout` of several devices, activations have its shardings. Raises `InapplicablePlanError` if the plan asks for
+        a kernel that this block cannot use.
         """
-        return self._apply(x, positions, plan, None, None, dropout_key)[0]
+        y, _ = self._apply(x, positions, plan, None, None, dropout_key, layout)
+        return y if layout is None else layout.placed(y)
 
     def with_cache(
         self,
@@ -141,6 +145,7 @@ class TransformerBlock(nnx.Module):
         cache: KeyValueCache | None,
         filled: Array | None,
         dropout_key: Array | None,
+        layout: Layout | None = None,
     ) -> tuple[Array, KeyValueCache | None]:
         config, plan = self.config, plan or FusionPlan()
         if x.ndim != 3 or x.shape[-1] != config.hidden_size:
@@ -148,7 +153,7 @@ class TransformerBlock(nnx.Module):
         try:
             if plan.rope not in ("xla", "best") and config.rope_theta is None:
                 raise NotImplementedError(f"{config.name} has no rotary embedding")
-            return self._planned(x, positions, plan, cache, filled, dropout_key)
+            return self._planned(x, positions, plan, cache, filled, dropout_key, layout)
         except NotImplementedError as error:
             raise InapplicablePlanError(str(error)) from error
 
@@ -160,11 +165,14 @@ class TransformerBlock(nnx.Module):
         cache: KeyValueCache | None,
         filled: Array | None,
         dropout_key: Array | None,
+        layout: Layout | None,
     ) -> tuple[Array, KeyValueCache | None]:
         config = self.config
         attention_key, mlp_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         with jax.named_scope("block"):
             (query, key, value), x = self._normed_heads(x, positions, plan)
+            if layout is not None:
+                query, key, value = map(layout.placed_wide, (query, key, value))
             with jax.named_scope("attention"):
                 if cache is not None and x.shape[1] == 1:
                     mixed, cache = self._mix_cached(query, key, value, cache, cast(Array, filled), plan.attention)
@@ -179,6 +187,7 @@ class TransformerBlock(nnx.Module):
             if config.num_experts:
                 return self._add_experts(x, plan, mlp_key), cache
             hidden, x = self._expand(x, plan)
+            hidden = hidden if layout is None else layout.placed_wide(hidden)
             y = self._add_projected(x, hidden, plan.down_projection, self.down, ("down", "mlp"), mlp_key)
             return y, cache
 

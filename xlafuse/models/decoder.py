@@ -17,6 +17,7 @@ from xlafuse.models import kernels
 from xlafuse.models.block import KeyValueCache, TransformerBlock, normalised
 from xlafuse.models.config import BlockConfig, get_preset
 from xlafuse.models.plan import FusionPlan
+from xlafuse.models.shardings import Layout
 
 Params = dict[str, Any]
 """Weights by name.
@@ -63,12 +64,14 @@ def get_decoder(name: str) -> DecoderConfig:
 class Decoder:
     """Pure functions of a model's weights under one fusion plan, to be jitted.
 
-    tokens are (B, T) int32; logits are (B, T, vocabulary) in the block's dtype.
+    tokens are (B, T) int32; logits are (B, T, vocabulary) in the block's dtype. layout: of the weights on several
+    devices, for the loss.
     """
 
-    def __init__(self, config: DecoderConfig, plan: FusionPlan | None = None) -> None:
+    def __init__(self, config: DecoderConfig, plan: FusionPlan | None = None, layout: Layout | None = None) -> None:
         self.config = config
         self.plan = plan or FusionPlan()
+        self.layout = layout
 
     @cached_property
     def _split(self) -> tuple[Any, Any]:
@@ -178,10 +181,11 @@ class Decoder:
         positions = None if self.config.learned_positions is not None else self._positions(tokens)
 
         def layer(x: Array, weights: Any) -> tuple[Array, None]:
-            return self._block(weights)(x, positions, plan=self.plan), None
+            return self._block(weights)(x, positions, plan=self.plan, layout=self.layout), None
 
         layer = jax.checkpoint(layer) if remat else layer
         x = self._embed(params, tokens, jnp.int32(0))
+        x = x if self.layout is None else self.layout.placed(x)
         if self.config.is_scanned:
             x, _ = jax.lax.scan(layer, x, params["layers"])
         else:

@@ -14,6 +14,7 @@ from jax import Array, ShapeDtypeStruct
 from xlafuse.models.block import TransformerBlock
 from xlafuse.models.config import BlockConfig, get_preset
 from xlafuse.models.plan import FusionPlan
+from xlafuse.models.shardings import Layout, sharded
 
 BlockFunction = Callable[..., Array]
 """`(params, x, positions=None, dropout_key=None) -> y`: `x` and `y` are (B, T, hidden), `params` a nested dict."""
@@ -26,16 +27,22 @@ def resolve_config(block: str | BlockConfig, *, dtype: str | None = None) -> Blo
 
 
 def block_function(
-    block: str | BlockConfig, shape: tuple[int, int], *, plan: FusionPlan | None = None, dropout: bool = False
+    block: str | BlockConfig,
+    shape: tuple[int, int],
+    *,
+    plan: FusionPlan | None = None,
+    dropout: bool = False,
+    layout: Layout | None = None,
 ) -> tuple[BlockFunction, tuple[Any, ...]]:
     """Returns the block as a pure function, with abstract arguments of `shape` (batch, length) for tracing.
 
     The arguments are the weights (a nested dict), `x`, and the tokens' positions if the block has RoPE. Positions are
     arguments because a server's step gets them from its caller; as constants, XLA would fold the angles away. With
     `dropout=True` a random key (uint32[2]) comes last. No array is allocated, so that any size can be traced on a
-    laptop.
+    laptop. With a `layout`, the arguments have its shardings, and the result that of `x`.
 
-    Raises `UnknownNameError` for an unknown preset and `ValueError` for a shape that is not two positive integers.
+    Raises `UnknownNameError` for an unknown preset, `ValueError` for a shape that is not two positive integers, and
+    `ShardingError` for a layout that cuts what cannot be cut.
     """
     config = resolve_config(block)
     if len(shape) != 2 or any(int(size) < 1 for size in shape):
@@ -48,11 +55,15 @@ def block_function(
     def apply(params: Any, x: Array, positions: Array | None = None, dropout_key: Array | None = None) -> Array:
         # A State and its plain dictionary flatten in the same order.
         restored = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(params))
-        return nnx.merge(graph, restored)(x, positions, plan=plan, dropout_key=dropout_key)
+        return nnx.merge(graph, restored)(x, positions, plan=plan, dropout_key=dropout_key, layout=layout)
 
     apply.__name__ = apply.__qualname__ = "block"
     x = ShapeDtypeStruct((batch, length, config.hidden_size), jnp.dtype(config.dtype))
     positions = ShapeDtypeStruct((batch, length), jnp.int32) if config.rope_theta is not None else None
+    if layout is not None:
+        params = sharded(params, layout.of_weights(params), "params")
+        x = sharded(x, layout.rows, "x")
+        positions = positions and sharded(positions, layout.tokens, "positions")
     if dropout:
         return apply, (params, x, positions, ShapeDtypeStruct((2,), jnp.uint32))
     return apply, (params, x) if positions is None else (params, x, positions)

@@ -89,6 +89,8 @@ function openCard(strategy, index) {
         fact("Source", launch.source), fact("Operation", launch.opName),
         fact("Reads", formatBytes(launch.read), "counted"), fact("Writes", formatBytes(launch.written), "counted"),
         fact("In the host's memory", launch.host ? formatBytes(launch.host) : null, "counted"),
+        fact("Sends", launch.link ? `${formatBytes(launch.link)}${launch.axes ? ` over ${launch.axes}` : ""}` : null, "counted"),
+        fact("Beside no other work", launch.exposed === null ? null : formatUs(launch.exposed), "estimated"),
         fact("Unfused", launch.unfused ? formatBytes(launch.unfused) : null, "counted"),
         fact("Work", launch.flops ? `${formatFlops(launch.flops)}, ${(launch.flops / Math.max(moved, 1)).toFixed(1)} FLOP/B` : null, "counted"),
         fact("Roofline", `${formatUs(launch.roofline)}, bound by ${launch.limiter}`, "estimated"),

@@ -1,0 +1,296 @@
+"""Mesh benchmark: layers and a training step on all attached GPUs, data, fully sharded, tensor and sequence parallel.
+
+"gradient" is a stack of layers with the gradients of its weights and its input. "train" is a step of the whole model
+with the AdamW of optax: weights and its state in float32, products and collectives in bfloat16. Each is checked against
+the first strategy and timed by the wall clock, as one slow GPU holds up all. Beside the strategies: "shard_map", layers
+with the same kernels and collectives written by hand; "torch_fsdp", transformers' Llama under PyTorch's FSDP, which
+runs by itself before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hlo_analysis.targets.peaks import PEAKS
+from xlafuse.bench.block import batch_and_length, flops
+from xlafuse.bench.candidates import checked, timed
+from xlafuse.bench.environment import Sampler
+from xlafuse.bench.results import Measured, Problem, ShapeResult
+from xlafuse.bench.settings import MeshSettings
+from xlafuse.bench.timing import Candidate, Timing
+from xlafuse.comparison import fit_plan
+from xlafuse.models import block_function
+from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
+from xlafuse.models.shardings import PARALLEL, Layout, layout_of, parse_mesh
+from xlafuse.strategies import get_strategy
+
+PHASES = ("gradient", "train")
+PEERS = ("shard_map", "torch_fsdp")
+_TOLERANCE = 0.1
+"""Largest error, as a share of the norm, of what several layers in bfloat16 compute."""
+_TORCH_SECONDS = 240.0
+
+
+def bench_mesh(item: str, settings: MeshSettings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:
+    """Times a phase under one kind of parallel at a shape, such as "gradient fsdp 4x4096"; yields a str if left out."""
+    if time.time() > settings.until:
+        yield f"{settings.model} {item}: not begun, the time was up"
+        return
+    phase, parallel, shape = item.split()
+    devices = jax.devices()
+    sizes = parse_mesh(settings.mesh) if settings.mesh else {PARALLEL[parallel]: len(devices)}
+    layout = layout_of(sizes, parallel, devices)
+    config = get_decoder(settings.model)
+    config = replace(config, layers=settings.layers)
+    result = ShapeResult(
+        op=f"{settings.model}, {config.layers} layers, {layout}",
+        phase=phase,
+        spec=shape,
+        bytes=0,
+        ceiling=None,
+        candidates=(),
+    )
+    peers: list[Measured] = []
+    made: Any = partial(_candidates, config, shape, phase, layout, settings)
+    if "torch_fsdp" in settings.peers and (phase, parallel) == ("train", "fsdp"):
+        made = partial(_after_torch, config, shape, len(devices), settings, peers, made)
+    result = timed(result, made, settings, sampler, baseline=settings.strategies[0], by_gpu=False)
+    batch, length = batch_and_length(shape)
+    work = _flops(config, (batch, length), phase) / len(devices)
+    yield replace(
+        result,
+        candidates=tuple(
+            replace(
+                each,
+                tokens_per_second=batch * length / len(devices) / each.timing.wall_us * 1e6,
+                flops_share=work / each.timing.wall_us * 1e6 / _peak(devices[0]),
+            )
+            for each in (*result.candidates, *peers)
+        ),
+    )
+
+
+def _candidates(
+    config: DecoderConfig, shape: str, phase: str, layout: Layout, settings: MeshSettings, problems: list[Problem]
+) -> list[Candidate]:
+    """Returns what runs and agrees with the baseline; programs compile at the same time."""
+    names = [*settings.strategies]
+    if "shard_map" in settings.peers and phase == "gradient":
+        names.append("shard_map")
+    start = {"gradient": _gradient, "train": _train}[phase](config, shape, layout, settings.seed)
+    with ThreadPoolExecutor(len(names)) as pool:
+        pending = {name: pool.submit(start, name) for name in names}
+
+    def of(name: str) -> tuple[Candidate, Any]:
+        call, first = pending[name].result()
+        kind = "peer" if name in PEERS else "strategy"
+        return Candidate(name=name, kind=kind, call=call, inputs=[()]), first()
+
+    return checked({name: partial(of, name) for name in names}, problems, tolerance=_TOLERANCE)
+
+
+Started = Callable[[str], tuple[Callable[[], Any], Callable[[], list[Any]]]]
+"""Compiles a strategy's program: gives its call, and its call once with the results to check."""
+
+
+def _gradient(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Started:
+    """The gradient of a stack of layers."""
+    block, sizes = config.block, batch_and_length(shape)
+    _, (params, x, *rest) = block_function(block, sizes, layout=layout)
+    placed = jax.tree.map(lambda each: each.sharding, ((params,) * config.layers, x, *rest))
+
+    def draw(key: jax.Array) -> Any:
+        keys = iter(jax.random.split(key, 2 + config.layers * len(jax.tree.leaves(params))))
+
+        def normal(like: Any, deviation: float) -> jax.Array:
+            return (deviation * jax.random.normal(next(keys), like.shape, jnp.float32)).astype(like.dtype)
+
+        def weight(like: Any) -> jax.Array:
+            return jnp.ones(like.shape, like.dtype) if like.ndim == 1 else normal(like, like.shape[-2] ** -0.5)
+
+        layers = tuple(jax.tree.map(weight, params) for _ in range(config.layers))
+        positions = [jnp.broadcast_to(jnp.arange(sizes[1], dtype=jnp.int32), sizes) for _ in rest]
+        return (layers, normal(x, 1.0), *positions), normal(x, 1.0)
+
+    arguments, cotangent = jax.jit(draw, out_shardings=(placed, placed[1]))(jax.random.key(seed))
+
+    def start(name: str) -> tuple[Callable[[], Any], Callable[[], list[Any]]]:
+        options: dict[str, Any] = {}
+        if name == "shard_map":
+            from xlafuse.bench.peers import shard_map
+
+            stack = shard_map.stack(block, layout)
+        else:
+            fitted, _ = fit_plan(get_strategy(name), block)
+            function, _ = block_function(block, sizes, plan=fitted.plan, layout=layout)
+            options = dict(fitted.compiler_options)
+
+            def plain(layers: Any, x: jax.Array, *positions: jax.Array) -> jax.Array:
+                for weights in layers:
+                    x = function(weights, x, *positions)
+                return x
+
+            stack = fitted.rewritten(plain)
+
+        def gradient(layers: Any, x: jax.Array, *rest: jax.Array) -> Any:
+            *positions, cotangent = rest
+            y, pullback = jax.vjp(lambda layers, x: stack(layers, x, *positions), layers, x)
+            return y, pullback(cotangent)
+
+        step = jax.jit(gradient, out_shardings=(placed[1], placed[:2]), compiler_options=options)
+        compiled = step.lower(*arguments, cotangent).compile()
+        call = partial(compiled, *arguments, cotangent)
+        return call, lambda: jax.tree.leaves(call())
+
+    return start
+
+
+def _train(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Started:
+    """A training step."""
+    import optax  # only a training step needs it
+
+    config = replace(config, block=replace(config.block, param_dtype="float32"))
+    decoder, optimizer = Decoder(config), optax.adamw(1e-5)
+    batch, length = batch_and_length(shape)
+    params = jax.eval_shape(decoder.params, jax.random.key(0))
+    of_params = layout.of_weights(params)
+    of_state = optax.tree_map_params(
+        optimizer, lambda _, sharding: sharding, jax.eval_shape(optimizer.init, params), of_params,
+        transform_non_params=lambda _: layout.whole,
+    )  # fmt: skip
+    draw = jax.jit(decoder.params, out_shardings=of_params)
+    tokens = jax.random.randint(jax.random.key(seed + 1), (batch, length + 1), 0, config.vocabulary, jnp.int32)
+    tokens = jax.device_put(tokens, layout.tokens)
+
+    def start(name: str) -> tuple[Callable[[], Any], Callable[[], list[Any]]]:
+        fitted, _ = fit_plan(get_strategy(name), config.block)
+        model = Decoder(config, fitted.plan, layout)
+
+        def loss(params: Any, tokens: jax.Array) -> jax.Array:
+            # Before the weights are gathered, so that half the bytes are.
+            small = jax.tree.map(lambda each: each.astype(config.block.dtype), params)
+            return model.loss(small, tokens, remat=False)
+
+        step = jax.jit(
+            partial(model.train_step, optimizer, loss=fitted.rewritten(loss)),
+            donate_argnums=(0, 1),
+            out_shardings=(of_params, of_state, layout.whole),
+            compiler_options=dict(fitted.compiler_options),
+        )
+        types = (params, jax.eval_shape(optimizer.init, params))
+        types = jax.tree.map(
+            lambda each, at: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=at), types, (of_params, of_state)
+        )
+        compiled = step.lower(*types, tokens).compile()
+        held: list[Any] = []
+
+        def call() -> Any:
+            if not held:  # each has weights of its own, as a step is given them
+                made = draw(jax.random.key(seed))
+                held[:] = made, jax.jit(optimizer.init, out_shardings=of_state)(made)
+            *held[:], value = compiled(*held, tokens)
+            return value
+
+        return call, lambda: [call()]
+
+    return start
+
+
+def _after_torch(
+    config: DecoderConfig,
+    shape: str,
+    devices: int,
+    settings: MeshSettings,
+    peers: list[Measured],
+    make: Callable[[list[Problem]], list[Candidate]],
+    problems: list[Problem],
+) -> list[Candidate]:
+    """Returns the other candidates, after PyTorch's step has run, whose times join `peers`."""
+    made = checked({"torch_fsdp": lambda: (_torch(config, shape, devices, settings), None)}, problems)  # pyright: ignore
+    peers += made  # pyright: ignore
+    return make(problems)
+
+
+def _torch(config: DecoderConfig, shape: str, devices: int, settings: MeshSettings) -> Measured:
+    block, (batch, tokens) = config.block, batch_and_length(shape)
+    model = {
+        "hidden_size": block.hidden_size,
+        "intermediate_size": block.mlp_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": block.num_heads,
+        "num_key_value_heads": block.num_kv_heads,
+        "vocab_size": config.vocabulary,
+        "rope_theta": block.rope_theta,
+        "rms_norm_eps": block.epsilon,
+        "max_position_embeddings": tokens,
+    }
+    request = {"model": model, "batch": batch, "tokens": tokens, "rounds": settings.rounds, "calls": settings.calls}
+    script = Path(__file__).with_name("peers") / "torch_fsdp.py"
+    with tempfile.TemporaryDirectory() as name:
+        files = Path(name, "request.json"), Path(name, "result.json")
+        files[0].write_text(json.dumps(request))
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}"]
+        done = subprocess.run(
+            [*launch, str(script), *map(str, files)],
+            env={**os.environ, "USE_TORCH": "1"},
+            timeout=_TORCH_SECONDS,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError("PyTorch's processes failed; they say why above")
+        found = json.loads(files[1].read_text())
+    p20, median, p80 = np.percentile(found["microseconds"], (20, 50, 80))
+    timing = Timing(
+        median_us=float(median),
+        p20_us=float(p20),
+        p80_us=float(p80),
+        wall_us=float(median),
+        kernels=(),
+        samples=len(found["microseconds"]),
+    )
+    return Measured(
+        name="torch_fsdp", kind="peer", timing=timing, compile_seconds=found["seconds"], peak_bytes=found["peak_bytes"]
+    )
+
+
+def _flops(config: DecoderConfig, shape: tuple[int, int], phase: str) -> int:
+    """Counts the FLOPs of matrix products, forward and backward."""
+    layers = config.layers * flops(config.block, shape, "grad")
+    head = 6 * shape[0] * shape[1] * config.block.hidden_size * config.vocabulary
+    return layers + head * (phase == "train")
+
+
+def _peak(device: Any) -> float:
+    """FLOP/s of products of bfloat16, by the data sheet; NaN if the GPU is not described."""
+    known = PEAKS.get(device.device_kind)
+    return float("nan") if known is None else dict(known.matrix_flops)["bf16"]
+
+
+def mesh_lines(result: ShapeResult) -> list[str]:
+    """Formats a case: milliseconds, speed-up over the first strategy, tokens a second a GPU and MFU of each."""
+    lines = [f" {result.phase} {result.op} {result.spec}"]
+    base = next((each.timing.wall_us for each in result.candidates if each.kind == "strategy"), float("nan"))
+    for each in result.candidates:
+        share = each.flops_share or float("nan")
+        mfu = f"MFU {100 * share:.1f} %" if isfinite(share) else ""
+        lines.append(
+            f"      {each.name:<12} {each.timing.wall_us / 1e3:8.2f} ms  ×{base / each.timing.wall_us:.3f}  "
+            f"{each.tokens_per_second or 0:7.0f} tokens/s a GPU  {mfu}"
+        )
+    return lines
