@@ -152,7 +152,7 @@ def site_texts(sites: Sequence[SiteRecord]) -> dict[str, list[str]]:
             reason = f"; {site.reason}" if site.reason else ""
             return f"{site.source}: {site.operation} by {site.implementation}{times}{reason}"
         if site.outcome == "left to XLA":
-            return f"{site.source}: {site.operation} left to XLA{times}"
+            return f"{site.source}: {site.operation} left to XLA{times}{site.reason and f'; {site.reason}'}"
         return f"{site.source}: no {site.operation}: {site.reason}{times}"
 
     outcomes = ("taken", "left to XLA", "refused")
