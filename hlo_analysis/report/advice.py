@@ -193,12 +193,11 @@ def headline(comparison: Comparison) -> str:
 
 
 def winning_code(comparison: Comparison) -> str:
-    """Returns the code of the strategy that the headline names, with its imports; '' where it names none."""
+    """Returns the code of the strategy that the headline names, with its imports; '' where the headline has it."""
     best = ranking(comparison).winner
-    if best is None or best.name == comparison.baseline or not best.call:
+    if best is None or best.name == comparison.baseline or "\n" not in best.call:
         return ""
-    imports = "import jax\nimport xlafuse\n\n" if "xlafuse." in best.call else "import jax\n\n"
-    return imports + (best.call if "\n" in best.call else f"step = {best.call}")
+    return f"import jax\nimport xlafuse\n\n{best.call}"
 
 
 def _remedy(item: Advice) -> str:

@@ -13,15 +13,7 @@ def distinct(comparison: Comparison) -> Comparison:
 
     Of equal ones the baseline stays, else the first; what savings are counted against has a row of its own.
     """
-    groups: dict[Hashable, list[StrategyResult]] = {}
-    for result in comparison.strategies:
-        analysis = None if result.name == comparison.unfused else result.analysis
-        key = result.name if analysis is None else _program(analysis)
-        groups.setdefault(key, []).append(result)
-    kept = {}
-    for found in groups.values():
-        first = next((each for each in found if each.name == comparison.baseline), found[0])
-        kept[first.name] = _described(first, [each.name for each in found if each is not first])
+    kept = {first.name: _described(first, others) for first, others in _groups(comparison)}
     return replace(
         comparison,
         strategies=tuple(kept[each.name] for each in comparison.strategies if each.name in kept),
@@ -29,6 +21,30 @@ def distinct(comparison: Comparison) -> Comparison:
             replace(row, cells=tuple(cell for cell in row.cells if cell.strategy in kept)) for row in comparison.rows
         ),
     )
+
+
+def twin_sentences(comparison: Comparison) -> list[str]:
+    """Returns 'xla_cublas and fused make the same program as xla.' for each program that several strategies make."""
+    return [
+        f"{', '.join(others[:-1])}{' and ' if len(others) > 1 else ''}{others[-1]} "
+        f"{'make' if len(others) > 1 else 'makes'} the same program as {first.name}."
+        for first, others in _groups(comparison)
+        if others
+    ]
+
+
+def _groups(comparison: Comparison) -> list[tuple[StrategyResult, list[str]]]:
+    """Returns the strategy shown for each program, and the names of the others that make it."""
+    groups: dict[Hashable, list[StrategyResult]] = {}
+    for result in comparison.strategies:
+        analysis = None if result.name == comparison.unfused else result.analysis
+        key = result.name if analysis is None else _program(analysis)
+        groups.setdefault(key, []).append(result)
+    first = [next((each for each in found if each.name == comparison.baseline), found[0]) for found in groups.values()]
+    return [
+        (one, [each.name for each in found if each is not one])
+        for one, found in zip(first, groups.values(), strict=True)
+    ]
 
 
 def _described(result: StrategyResult, others: list[str]) -> StrategyResult:

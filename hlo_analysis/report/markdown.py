@@ -5,7 +5,7 @@ from __future__ import annotations
 from hlo_analysis.records import Analysis, Comparison
 from hlo_analysis.report import sentences
 from hlo_analysis.report.advice import Advice, advice, effect_text, program_us, winning_code
-from hlo_analysis.report.alike import distinct
+from hlo_analysis.report.alike import distinct, twin_sentences
 from hlo_analysis.report.changes import markdown_table
 from hlo_analysis.report.formats import format_us, units_of
 from hlo_analysis.report.time_groups import time_groups
@@ -13,6 +13,7 @@ from hlo_analysis.report.time_groups import time_groups
 
 def render_markdown(comparison: Comparison, *, remedies: int = 5, groups: int = 8) -> str:
     """Returns the comparison as Markdown, in the order of the page."""
+    twins = twin_sentences(comparison)
     comparison = distinct(comparison)
     first, *others = sentences.verdict_sentences(comparison)
     base = comparison[comparison.baseline].analysis
@@ -26,7 +27,7 @@ def render_markdown(comparison: Comparison, *, remedies: int = 5, groups: int = 
             lines += [line for item in found[:remedies] for line in _advice(base, item)]
         lines += ["", "#### Where the time goes", "", *markdown_table(_times(base, groups))]
     lines += ["", "#### Strategies", "", *markdown_table(_strategies(comparison))]
-    notes = [note for names, note in sentences.caveats(comparison) if not names or comparison.baseline in names]
+    notes = twins + [note for names, note in sentences.caveats(comparison) if not names or comparison.baseline in names]
     return "\n".join([*lines, *(f"\n{note}" for note in notes)]) + "\n"
 
 
