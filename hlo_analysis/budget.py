@@ -34,6 +34,9 @@ class Lock:
     versions: Pairs = ()
     options: Pairs = ()
     """XLA's compiler options."""
+    function: str = ""
+    arguments: tuple[str, ...] = ()
+    """Their types. Empty, as `function`, in locks that do not know them."""
 
 
 Quantity = Literal["launches", "HBM bytes", "peak bytes", "bytes between launches"]
@@ -142,6 +145,8 @@ def lock_of(analysis: Analysis) -> Lock:
         peak_bytes=analysis.memory.peak_bytes or None,
         versions=made.versions,
         options=made.compiler_options,
+        function=made.function,
+        arguments=made.arguments,
     )
 
 
@@ -179,6 +184,8 @@ def lock_from_json(text: str) -> Lock:
             peak_bytes=data.get("peak_bytes"),
             versions=tuple(data["versions"].items()),
             options=tuple(data["options"].items()),
+            function=data.get("function", ""),
+            arguments=tuple(data.get("arguments", ())),
         )
     except (KeyError, AttributeError) as error:
         raise DumpError(f"not a lock, or one that was edited: {error!r}; write it again") from error
@@ -188,16 +195,32 @@ def lock_from_json(text: str) -> Lock:
 
 
 def differences_in_making(before: Lock, after: Lock) -> list[str]:
-    """Lists the differences in how two states were made, in sentences: target, mode, XLA's options, versions."""
-    said = [
-        f"{name}: {one} before, {other} now"
-        for name, one, other in (("target", before.target, after.target), ("mode", before.mode, after.mode))
-        if one != other
-    ]
+    """Lists the differences in how two states were made, in sentences: program, XLA's options, versions."""
+    said = other_program(before, after)
     said += _differing("option", before.options, after.options, "not set")
     if before.versions and after.versions:  # a dump states no versions
         said += _differing("version of", before.versions, after.versions, "not installed")
     return said
+
+
+def other_program(before: Lock, after: Lock) -> list[str]:
+    """Lists in what two states are of different programs, in sentences: function, arguments, target, mode."""
+    pairs = (
+        ("function", before.function, after.function),
+        ("arguments", *_apart(before.arguments, after.arguments)),
+        ("target", before.target, after.target),
+        ("mode", before.mode, after.mode),
+    )
+    return [f"{name}: {one} before, {other} now" for name, one, other in pairs if one and other and one != other]
+
+
+def _apart(before: Sequence[str], after: Sequence[str]) -> tuple[str, str]:
+    """Returns the arguments that only one of two programs has, the first few."""
+    if not before or not after:
+        return "", ""
+    sides = [each for each in before if each not in after], [each for each in after if each not in before]
+    old, new = (", ".join([*only[:3], *(["…"] if len(only) > 3 else [])]) or "none more" for only in sides)
+    return old, new
 
 
 def _differing(kind: str, before: Pairs, after: Pairs, absent: str) -> list[str]:

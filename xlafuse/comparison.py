@@ -227,7 +227,7 @@ def _analyse(job: _Job, program: _Program, report: Progress) -> StrategyResult:
         description=job.description,
         analysis=None,
         error=job.refusal,
-        call="" if program.config else _call(strategy, program),
+        call=_call(strategy, program),
     )
     if job.refusal is not None:
         report(strategy.name, "not applicable")
@@ -268,12 +268,17 @@ def _analyse(job: _Job, program: _Program, report: Progress) -> StrategyResult:
 
 
 def _call(strategy: Strategy, program: _Program) -> str:
-    """Returns the code that runs the user's function under a strategy."""
+    """Returns the code that runs the program under a strategy: an expression of a function, lines of a block."""
+    options = f", compiler_options={dict(strategy.compiler_options)}" if strategy.compiler_options else ""
+    if (config := program.config) is not None:
+        fused = f', plan=xlafuse.get_strategy("{strategy.name}").plan' if strategy.plan.fused_sites else ""
+        name = f'"{config.name}"' if PRESETS.get(config.name) == config else "config"
+        made = f"fn, arguments = xlafuse.block_function({name}, {program.shapes}{fused})"
+        return f"{made}\nstep = jax.jit(fn{options})"
     name = getattr(program.block_or_fn, "__name__", "fn")
     name = f"xlafuse.fuse({name})" if strategy.fuses else name
     name = f"jax.grad({name})" if program.mode == "grad" else name
-    options = dict(strategy.compiler_options)
-    return f"jax.jit({name}, compiler_options={options})" if options else f"jax.jit({name})"
+    return f"jax.jit({name}{options})"
 
 
 def _as_lowered(site: SiteRecord, partitioned: Mapping[str, str]) -> SiteRecord:

@@ -173,21 +173,33 @@ def compiled_in_both(
 
 
 _OPTION = re.compile(r"^ +(xla_\w+): (.*)$", re.MULTILINE)
-_OF_CAPTURE = re.compile(r"xla_(dump|gpu_cuda_data_dir|gpu_load_autotune|gpu_collect_cost)")
+_OF_CAPTURE = re.compile(r"xla_(dump|cpu|gpu_cuda_data_dir|gpu_load_autotune|gpu_collect_cost)")
 
 
 def changed_options(before: Capture, after: Capture) -> list[str]:
-    """Lists XLA's options whose values differ between two captures, in sentences; those of the capture are left out."""
+    """Lists XLA's options whose values differ between two captures, in sentences, those that both know first.
+
+    Options of the CPU compiler and of the capture are left out.
+    """
     old, new = _options(before), _options(after)
-    return [
-        f"XLA's option {name}: {old.get(name, 'not there')} before, {new.get(name, 'not there')} now"
-        for name in sorted({*old, *new})
-        if old.get(name) != new.get(name) and not _OF_CAPTURE.match(name)
-    ]
+    names = [name for name in sorted({*old, *new}, key=lambda name: (name not in old or name not in new, name))
+             if old.get(name) != new.get(name) and not _OF_CAPTURE.match(name)]  # fmt: skip
+    return [f"XLA's option {name}: {_changed(old.get(name), new.get(name))}" for name in names]
 
 
-def _options(capture: Capture) -> Mapping[str, str]:
+def _changed(old: list[str] | None, new: list[str] | None) -> str:
+    """Describes how an option's values changed; of a list only what was added and removed."""
+    if old is None or new is None:
+        return f"{', '.join(new or old or ())}, which only {'A' if new is None else 'B'} knows"
+    if len(old) < 2 and len(new) < 2:
+        return f"{', '.join(old)} before, {', '.join(new)} now"
+    added, removed = ([each for each in these if each not in those] for these, those in ((new, old), (old, new)))
+    said = [f"{', '.join(found)} {what}" for found, what in ((added, "added"), (removed, "removed")) if found]
+    return "; ".join(said) or "in another order"
+
+
+def _options(capture: Capture) -> Mapping[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, value in _OPTION.findall(capture.text("module_config") or ""):
         found.setdefault(name, []).append(value)
-    return {name: ", ".join(values) for name, values in found.items()}
+    return found

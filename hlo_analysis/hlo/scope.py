@@ -36,6 +36,8 @@ _NAMED_KERNEL = "mpmd_map"
 
 A `pallas_call` may have no name, so that what stands before it may be a scope: it stays.
 """
+_CALL = ".__call__"
+"""A framework's own call of a module, inside the module's scope."""
 _LOOP_PARTS = frozenset(("body", "cond", "body_pred"))
 _BRANCH = re.compile(r"branch_\d+_fun", re.ASCII)
 _EINSUM = re.compile(r"[A-Za-z.,\s]*->[A-Za-z.\s]*", re.ASCII)
@@ -77,7 +79,8 @@ def scope_of(op_name: str) -> tuple[str, Phase]:
             or (previous == "cond" and _BRANCH.fullmatch(component))
             or (component == "eval_jaxpr" and previous == "body" and before_previous == "while")
         )
-        if component and not is_control_flow and component not in _PLUMBING and not _EINSUM.fullmatch(component):
+        is_plumbing = is_control_flow or component in _PLUMBING or component.endswith(_CALL)
+        if component and not is_plumbing and not _EINSUM.fullmatch(component):
             scopes.append(component)
         before_previous, previous = previous, component
     if components[-1] == _NAMED_KERNEL and scopes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Collection
 from datetime import datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from hlo_analysis.hlo import Module
 
@@ -22,7 +22,7 @@ def source_lines(module: Module, wanted: Collection[str], created: str) -> tuple
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             for frame in instruction.metadata.frames if instruction.metadata else ():
-                paths.setdefault(f"{PurePosixPath(frame.file).name}:{frame.line}", frame.file)
+                paths.setdefault(f"{frame.file.rpartition('/')[2]}:{frame.line}", frame.file)
     texts = {
         line: linecache.getline(paths[line], int(line.rpartition(":")[2])).strip()
         for line in sorted(wanted)

@@ -36,7 +36,7 @@ class SiteRecord:
     implementation: str = ""
     """The implementation that the operation runs; '' for a site that is not taken."""
     reason: str = ""
-    """Why the site was refused, or left to XLA when the program was lowered; or how, taken, it makes it worse."""
+    """Why the site was refused or left to XLA; or how, taken, it makes the program worse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class StrategyResult:
     error: str | None = None
     numerics: Numerics | None = None
     call: str = ""
-    """Python that runs the program in this way, e.g. 'jax.jit(xlafuse.fuse(loss))'; '' if no line of code says it."""
+    """Python that runs the program in this way, e.g. 'jax.jit(xlafuse.fuse(loss))'; '' if no code says it."""
     sites: tuple[SiteRecord, ...] = ()
     """For a strategy that rewrites the program: the sites where it put fused operations, and those it left."""
 

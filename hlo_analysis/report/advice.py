@@ -176,7 +176,7 @@ def headline(comparison: Comparison) -> str:
         sites = {site.operation for site in best.sites if site.outcome == "taken"}
         made = [each.name for each in helping if each.name in sites]
         named = list(dict.fromkeys([*made, *sorted(sites)]))
-        means = f"`{best.call}`" if best.call else best.name
+        means = f"`{best.call}`" if best.call and "\n" not in best.call else best.name
         return f"{_from_to(before, after, ranked.how.partition(',')[0])} with {means}{_makers(named)}."
     if helping:
         after = analysis.estimated_us - helping[0].saved_us
@@ -190,6 +190,14 @@ def headline(comparison: Comparison) -> str:
             f"{first.first.how}) can go with {_remedy(first)}, not tried{more}."
         )
     return f"{format_us(whole)} ({how}), and no remedy is known that makes it less."
+
+
+def winning_code(comparison: Comparison) -> str:
+    """Returns the code of the strategy that the headline names, with its imports; '' where the headline has it."""
+    best = ranking(comparison).winner
+    if best is None or best.name == comparison.baseline or "\n" not in best.call:
+        return ""
+    return f"import jax\nimport xlafuse\n\n{best.call}"
 
 
 def _remedy(item: Advice) -> str:

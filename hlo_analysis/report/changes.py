@@ -14,15 +14,15 @@ _TITLES: dict[Kind, str] = {
     "merged": "Merged: several launches of A are one in B",
     "split": "Split: one launch of A is several in B",
     "regrouped": "Regrouped: the same work in other launches",
-    "gained": "Gained: what they compute is in no launch of A",
-    "lost": "Lost: what they compute is in no launch of B",
+    "gained": "Gained: no launch of A shows their work (a library call may do it inside)",
+    "lost": "Lost: no launch of B shows their work (a library call may do it inside)",
     "changed": "Changed: the same work, with other traffic or by another kind of kernel",
 }
 
 
 def difference_lines(found: Difference, count: int = 10) -> list[str]:
-    """Returns the whole difference as text: totals, scopes that differ, and up to `count` changes of each kind."""
-    lines = [f"A: {_side(found.before)}", f"B: {_side(found.after)}", *(f"note: {note}" for note in found.notes), ""]
+    """Returns the difference as text: totals, scopes that differ, up to `count` changes of each kind, notes."""
+    lines = [f"A: {_side(found.before)}", f"B: {_side(found.after)}", ""]
     lines += _table(_totals_table(found))
     if rows := _scopes_table(found):
         lines += ["", *_table(rows)]
@@ -36,6 +36,8 @@ def difference_lines(found: Difference, count: int = 10) -> list[str]:
             lines += [f"  and {len(changes) - count} more"] if len(changes) > count else []
     if not found.changes:
         lines += ["", _NONE]
+    if found.notes:
+        lines += ["", *(f"note: {note}" for note in found.notes)]
     return lines
 
 

@@ -15,6 +15,8 @@ from markupsafe import Markup, escape
 
 from hlo_analysis.records import Analysis, Comparison, Launch, Measured, Provenance, ScopeRow, StrategyResult
 from hlo_analysis.report import formats, launch_families, sentences
+from hlo_analysis.report.advice import winning_code
+from hlo_analysis.report.alike import distinct
 from hlo_analysis.report.formats import Units, units_of
 from hlo_analysis.report.payload import embedded_json, page_ptx, payload, totals
 from hlo_analysis.report.ranking import is_lower_bound, ranking, rival
@@ -49,6 +51,7 @@ def render_html(comparison: Comparison) -> str:
     Raises:
         KeyError: the comparison's baseline is not one of its strategies.
     """
+    comparison = distinct(comparison)
     base = comparison[comparison.baseline]
     shown = base.analysis or next((each.analysis for each in comparison.strategies if each.analysis), None)
     memory = sentences.memory_name(comparison)
@@ -68,6 +71,7 @@ def render_html(comparison: Comparison) -> str:
             units=units,
             verdict=sentences.verdict_sentences(comparison),
             strategies=strategies,
+            code=winning_code(comparison),
             rival=rival(comparison),
             ranking=ranking(comparison),
             bars=_traffic_bars(comparison),
@@ -216,6 +220,7 @@ def _scope_rows(comparison: Comparison) -> list[dict[str, Any]]:
                     "launches": made,
                     "kinds": _launched(made),
                     "hosts": list(reversed(hosts.values())),  # one for each scope with launches that include this work
+                    "count": sum(launch.repeat for launch in made),
                     "bytes": cell.bytes,
                     "roofline_us": cell.roofline_us,
                     "heat": round(cell.roofline_us / largest, 3),

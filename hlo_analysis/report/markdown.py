@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hlo_analysis.records import Analysis, Comparison
 from hlo_analysis.report import sentences
-from hlo_analysis.report.advice import Advice, advice, effect_text, program_us
+from hlo_analysis.report.advice import Advice, advice, effect_text, program_us, winning_code
+from hlo_analysis.report.alike import distinct, twin_sentences
 from hlo_analysis.report.changes import markdown_table
 from hlo_analysis.report.formats import format_us, units_of
 from hlo_analysis.report.time_groups import time_groups
@@ -12,17 +13,21 @@ from hlo_analysis.report.time_groups import time_groups
 
 def render_markdown(comparison: Comparison, *, remedies: int = 5, groups: int = 8) -> str:
     """Returns the comparison as Markdown, in the order of the page."""
+    twins = twin_sentences(comparison)
+    comparison = distinct(comparison)
     first, *others = sentences.verdict_sentences(comparison)
     base = comparison[comparison.baseline].analysis
     versions = "" if base is None else f", {sentences.compiled_by(base.provenance)}"
     lines = [f"### {comparison.title}{versions}", "", f"**{first}**", "", " ".join(others)]
+    if code := winning_code(comparison):
+        lines += ["", "```python", code, "```"]
     if base is not None:
         if found := advice(base):
             lines += ["", "#### What to do", ""]
             lines += [line for item in found[:remedies] for line in _advice(base, item)]
         lines += ["", "#### Where the time goes", "", *markdown_table(_times(base, groups))]
     lines += ["", "#### Strategies", "", *markdown_table(_strategies(comparison))]
-    notes = [note for names, note in sentences.caveats(comparison) if not names or comparison.baseline in names]
+    notes = twins + [note for names, note in sentences.caveats(comparison) if not names or comparison.baseline in names]
     return "\n".join([*lines, *(f"\n{note}" for note in notes)]) + "\n"
 
 

@@ -8,6 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hlo_analysis.records import Analysis, Comparison, StrategyResult
 from hlo_analysis.report import formats, sentences
+from hlo_analysis.report.alike import distinct
 from hlo_analysis.report.formats import units_of
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def render_notebook(record: Comparison | Analysis) -> str:
     """Returns a short HTML fragment that takes the notebook's colours and font, and runs no script."""
-    comparison = as_comparison(record)
+    comparison = distinct(as_comparison(record))
     environment = Environment(
         loader=PackageLoader("hlo_analysis.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from hlo_analysis.report.formats import Unit, format_bytes, format_change, forma
 from hlo_analysis.report.ranking import Ranking, is_lower_bound, ranking
 from hlo_analysis.report.similar_layers import without_numbers
 
+_SEVERAL = re.compile(r"([a-rt-z])_?\*$")
 AT_LEAST = "≥\N{NO-BREAK SPACE}"
 
 TARGET_NAMES = {
@@ -104,7 +106,9 @@ def scope_name(scope: str) -> str:
     """Returns a scope as it is used in a sentence; numbers of layers may be '*', and '' is no scope."""
     if not any(map(str.isalnum, scope)):
         return "numbered scopes" if "*" in scope else "launches without a scope or source line"
-    parts = (part.strip("_").replace("_", " ") for part in last_scope(scope).replace("*", "").split("/"))
+    # 'layer_*' stands for several.
+    parts = (_SEVERAL.sub(r"\1s", part).replace("*", "") for part in last_scope(scope).split("/"))
+    parts = (part.strip("_").replace("_", " ") for part in parts)
     return " ".join(part for part in parts if any(map(str.isalnum, part)))
 
 
@@ -152,7 +156,7 @@ def site_texts(sites: Sequence[SiteRecord]) -> dict[str, list[str]]:
             reason = f"; {site.reason}" if site.reason else ""
             return f"{site.source}: {site.operation} by {site.implementation}{times}{reason}"
         if site.outcome == "left to XLA":
-            return f"{site.source}: {site.operation} left to XLA{times}"
+            return f"{site.source}: {site.operation} left to XLA{times}{site.reason and f'; {site.reason}'}"
         return f"{site.source}: no {site.operation}: {site.reason}{times}"
 
     outcomes = ("taken", "left to XLA", "refused")
@@ -250,7 +254,8 @@ def _best_sentence(comparison: Comparison) -> str:
     partial = [
         each.name for each in comparison.strategies if each.analysis and is_lower_bound(each.analysis, base.analysis)
     ]
-    return " ".join(filter(None, [_fastest_sentence(base, ranked), _partial_sentence(partial)]))
+    has_rivals = any(each is not base and each.name != comparison.unfused for each in ranked.results)
+    return " ".join(filter(None, [_fastest_sentence(base, ranked, has_rivals=has_rivals), _partial_sentence(partial)]))
 
 
 def _partial_sentence(names: Sequence[str]) -> str:
@@ -261,13 +266,15 @@ def _partial_sentence(names: Sequence[str]) -> str:
     return f"The roofline time of {listed} is a lower bound: XLA cannot see the matrix products in their kernels."
 
 
-def _fastest_sentence(base: StrategyResult, ranked: Ranking) -> str:
+def _fastest_sentence(base: StrategyResult, ranked: Ranking, *, has_rivals: bool) -> str:
     """Says that no strategy is faster than the baseline, or how many the headline's was the fastest of."""
     best = ranked.winner
     if best is None or best.analysis is None or base.analysis is None:
         return ""
     if best is base:
         others = [result.name for result in ranked.results if result is not base]
+        if not has_rivals:
+            return ""
         none = f"{others[0]} is not" if len(others) == 1 else f"None of the other {len(others)} strategies is"
         return f"{none} faster ({ranked.how})."
     launches = plural(best.analysis.launch_count, "launch")

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from hlo_analysis.records import Analysis, Comparison, StrategyResult
 from hlo_analysis.report import formats, sentences
-from hlo_analysis.report.advice import Advice, advice, effect_text, launches_text, most_text, program_us
+from hlo_analysis.report.advice import Advice, advice, effect_text, launches_text, most_text, program_us, winning_code
+from hlo_analysis.report.alike import distinct, twin_sentences
 from hlo_analysis.report.console import fitted
 from hlo_analysis.report.formats import Units, format_us, plural, units_of
 from hlo_analysis.report.time_groups import time_groups
@@ -31,11 +32,16 @@ def render_terminal(comparison: Comparison, console: Console, *, remedies: int =
         remedies: how many remedies.
         groups: how many groups of launches.
     """
+    twins = twin_sentences(comparison)
+    comparison = distinct(comparison)
     console.print()
     first, *others = sentences.verdict_sentences(comparison)
     console.print(Text(comparison.title, style="dim"))
     console.print(Text(first, style="bold"))
     console.print(Text(" ".join(others)))
+    if code := winning_code(comparison):
+        console.print()
+        console.print(Padding(Text(code), (0, 0, 0, 2)))
     base = comparison[comparison.baseline]
     if base.analysis is not None:
         _what_to_do(base.analysis, console, remedies)
@@ -48,7 +54,7 @@ def render_terminal(comparison: Comparison, console: Console, *, remedies: int =
     console.print(table)
     if not isinstance(table, Table) or len(table.columns) < len(makers[0]().columns):
         console.print(fitted(console, [lambda: kinds_table(comparison)]))
-    for line in _footnotes(comparison):
+    for line in (*twins, *_footnotes(comparison)):
         console.print(Text(line, style="dim"))
     for result in comparison.strategies:
         if result.sites:

@@ -99,6 +99,8 @@ def test_against_a_whole_report_only_what_changed_is_named(invoke, report: str):
         (["--baseline", "old.json"], "expected a lock of version 1"),
         (["--baseline", "edited.json"], "not a lock, or one that was edited"),
         (["--baseline", "other.json"], "other.json is of another program: target: h100 before, h200 now"),
+        (["--baseline", "renamed.json"], "another program: function: attention before, "),
+        (["--baseline", "longer.json"], "another program: arguments: y: f32[9] before, "),
         (["--write", "lock.txt"], "expected --write FILE.json"),
         (["--write", "absent/lock.json"], "no folder absent"),
     ],
@@ -108,6 +110,10 @@ def test_bad_input(invoke, report: str, words: list[str], message: str):
     Path("edited.json").write_text('{"xlafuse_lock": 1, "launches": 3}')
     other = {"label": "x", "target": "h100", "mode": "forward", "launches": 1, "hbm_bytes": 1}
     Path("other.json").write_text(json.dumps({"xlafuse_lock": 1, **other, "versions": {}, "options": {}}))
+    assert invoke("check", "--capture", report, "--write", "known.json").exit_code == 0
+    known = json.loads(Path("known.json").read_text())
+    Path("renamed.json").write_text(json.dumps({**known, "function": "attention"}))
+    Path("longer.json").write_text(json.dumps({**known, "arguments": ["y: f32[9]"]}))
     result = invoke("check", "--capture", report, *words)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())

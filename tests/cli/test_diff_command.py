@@ -129,6 +129,6 @@ def test_options_that_differ_are_named_but_for_those_of_the_capture():
     before = _Captured('debug_options {\n  xla_a: 1\n  xla_list: A\n  xla_list: B\n  xla_dump_to: "x"\n}')
     after = _Captured('debug_options {\n  xla_a: 1\n  xla_list: A\n  xla_new: true\n  xla_dump_to: "y"\n}')
     assert environments.changed_options(before, after) == [  # pyright: ignore[reportArgumentType]
-        "XLA's option xla_list: A, B before, A now",
-        "XLA's option xla_new: not there before, true now",
+        "XLA's option xla_list: B removed",
+        "XLA's option xla_new: true, which only B knows",
     ]

@@ -438,6 +438,7 @@ def test_the_module_of_a_dump_is_named_and_can_be_chosen(invoke, tmp_path: Path)
     [
         (("--module", "jit_f"), "--module names one of the modules in a --capture"),
         (("--capture", "nosuch"), "nosuch does not exist"),
+        (("--capture", "out/report.json"), "out/report.json is a report already"),
         (("--capture", "."), "xla_dump_to"),
         (("--capture", "a.zip", "--capture", "a.zip"), "the same --capture twice"),
         (("--capture", "a.zip", "--baseline", "b"), "expected --baseline to be one of the captures a, got 'b'"),

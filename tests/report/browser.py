@@ -122,9 +122,9 @@ class Page:
         """The window's inner size, in CSS pixels."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
-    def prefer(self, scheme: str) -> None:
-        """'light' or 'dark'."""
-        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    def prefer(self, value: str, feature: str = "color-scheme") -> None:
+        """What the reader prefers: 'light' or 'dark'; 'reduce' or 'no-preference' of the feature 'reduced-motion'."""
+        self._call("Emulation.setEmulatedMedia", features=[{"name": f"prefers-{feature}", "value": value}])
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression."""

@@ -89,11 +89,50 @@ def test_a_card_is_linked_and_holds_its_values(browser: Browser, tmp_path: Path)
     assert page.run("document.querySelector('.target').offsetHeight") > 0
 
 
-def test_sections_are_where_their_links_lead(browser: Browser, full_file: Path):
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_sections_are_where_their_links_lead(browser: Browser, full_file: Path, motion: str):
     page = Page(browser, full_file, fragment="#graph")
+    page.prefer(motion, "reduced-motion")
     assert 0 <= page.place("#graph h2")[1] < 300
-    page.click("header nav a[href='#times']")
-    page.wait("Math.abs(document.querySelector('#times').getBoundingClientRect().top) < 200")
+    sections = page.run("[...document.querySelectorAll('header nav a')].map((it) => it.hash)")
+    assert len(sections) == 9
+    for section in sections[:-1]:  # the last is too short to reach the top
+        page.click(f"header nav a[href='{section}']")
+        assert 0 <= page.place(f"{section} h2")[1] < 200, section
+        assert page.run("location.hash") == section
+
+
+def test_the_fastest_strategy_has_code_and_long_code_wraps(browser: Browser, full_file: Path, tmp_path: Path):
+    made = full_comparison()
+    best = (
+        "fn = xlafuse.fuse(block)\nstep = jax.jit(fn, compiler_options={"
+        + "'xla_gpu_enable_triton_gemm': False, " * 9
+        + "})"
+    )
+    strategies = tuple(replace(each, call=best) if each.name == "xla_cudnn" else each for each in made.strategies)
+    file = tmp_path / "report.html"
+    file.write_text(render_html(replace(made, strategies=strategies)), encoding="utf-8")
+    page = Page(browser, file, width=420)
+    assert page.text("#winning-code").startswith("import jax\nimport xlafuse\n")
+    assert page.run("document.querySelector('#winning-code pre').scrollWidth <= innerWidth")
+    for box in ("#winning-code pre", "#advice-list .code pre"):
+        assert page.run(
+            f"(({{scrollWidth, clientWidth}}) => scrollWidth <= clientWidth)(document.querySelector('{box}'))"
+        )
+    assert page.run("document.documentElement.scrollWidth") <= 420
+
+
+def test_what_two_strategies_differ_in_is_a_column_of_the_scopes(page: Page):
+    row = "table.scopes tr[data-scope='block/attention']"
+    cells = page.run(f'[...document.querySelectorAll("{row} td[data-column]")].map((it) => ({{...it.dataset}}))')
+    of = {each["column"]: each for each in cells}
+    launches = int(of["xla"]["launches"]) - int(of["xla_cudnn"]["launches"])
+    assert launches > 0
+    assert f"−{launches} launch" in page.text(f"{row} .diff")
+    page.choose("#other", "xla")
+    page.wait(f'!document.querySelector("{row} .diff").offsetWidth')
+    page.choose("#focus", "xla_cudnn")
+    assert f"+{launches} launch" in page.text(f"{row} .diff")
 
 
 def test_the_time_is_grouped_and_adds_up(page: Page):
@@ -374,6 +413,7 @@ def test_addresses_lead_to_launch_missed_fusion_and_decision(browser: Browser, f
         ("gate_up", "scope", "document.querySelector('tr.target')?.dataset.scope === 'block/gate_up_projection'"),
         ("block.py:114", "source", "document.getElementById('launch-count').textContent === '13 of 13 launches'"),
         ("more than one consumer", "decision", "document.querySelector('#decision-groups tr.target')"),
+        ("scatter adds 8192", "hotspot", "document.querySelector('#advice-list .target')"),
     ],
 )
 def test_search_finds_everything(page: Page, words: str, kind: str, shows: str):
@@ -410,11 +450,11 @@ def test_the_baseline_stands_against_the_fastest_other(page: Page):
         "[...document.querySelectorAll('table.scopes thead th')]"
         ".filter((it) => it.offsetWidth).map((it) => it.innerText)"
     )
-    assert page.run(heads) == ["Scope", "xla", "xla_cudnn"]
+    assert page.run(heads) == ["Scope", "xla", "xla_cudnn", "xla_cudnn − xla"]
     page.choose("#other", "pallas")
-    assert page.run(heads) == ["Scope", "xla", "pallas"]
+    assert page.run(heads) == ["Scope", "xla", "pallas", "pallas − xla"]
     page.click("#all-scopes")
-    assert page.run(heads) == ["Scope", "unfused", "xla", "xla_cudnn", "pallas"]
+    assert page.run(heads) == ["Scope", "unfused", "xla", "xla_cudnn", "pallas", "pallas − xla"]
 
 
 def test_a_page_whose_baseline_failed_shows_another_strategy(browser: Browser, tmp_path: Path):

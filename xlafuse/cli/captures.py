@@ -30,6 +30,7 @@ def compare_captures(paths: Sequence[Path], baseline: str | None, module: str | 
     from hlo_analysis.errors import nearest_names
     from hlo_analysis.records import StrategyResult
     from hlo_analysis.report.sentences import program_name
+    from hlo_analysis.saved import is_json
     from xlafuse.catalogue import KERNELS
 
     names = capture_names(paths)
@@ -37,6 +38,11 @@ def compare_captures(paths: Sequence[Path], baseline: str | None, module: str | 
         raise InputError(
             f"expected --baseline to be one of the captures {', '.join(names)}, got {baseline!r}"
             f"{nearest_names(baseline, names)}"
+        )
+    if reports := [str(path) for path in paths if is_json(path)]:
+        raise InputError(
+            f"{', '.join(reports)} is a report already, and --capture takes what XLA wrote: a file that "
+            "--keep-capture saved, or a folder of xla_dump_to. `xlafuse explain`, `diff` and `check` read a report"
         )
     captures = [Capture.load(path, module=module) for path in paths]
     if module is not None and not any(found.provenance.mode == "unknown" for found in captures):  # as a dump's mode is

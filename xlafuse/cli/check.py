@@ -118,7 +118,7 @@ def _checked(
     is_annotated: bool,
 ) -> bool:
     """Prints what is exceeded and by which launches; returns whether anything is."""
-    from hlo_analysis.budget import Limits, differences_in_making, excesses, lock_of, responsible
+    from hlo_analysis.budget import Limits, differences_in_making, excesses, lock_of, other_program, responsible
     from hlo_analysis.report.budget import excess_text, responsible_lines
     from hlo_analysis.report.formats import format_bytes, plural
 
@@ -126,10 +126,12 @@ def _checked(
         (replace(excess, origin=f"--{excess.origin.replace('_', '-')}"), None) for excess in excesses(analysis, limits)
     ]
     if before is not None:
-        changed = differences_in_making(before, lock_of(analysis))
-        if apart := [text for text in changed if text.startswith(("target:", "mode:"))]:
-            raise InputError(f"{baseline} is of another program: {'; '.join(apart)}")
-        for text in changed:
+        if apart := other_program(before, lock_of(analysis)):
+            raise InputError(
+                f"{baseline} is of another program: {'; '.join(apart)}. Name this program's baseline, or write it with "
+                "--write"
+            )
+        for text in differences_in_making(before, lock_of(analysis)):
             print(f"note: {text}")
         known = Limits(max_launches=before.launches, max_hbm_bytes=before.hbm_bytes, max_peak_bytes=before.peak_bytes)
         found += [

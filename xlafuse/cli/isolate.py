@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +76,7 @@ def isolate(request: Request) -> None:
     for path in found.paths:
         print(f"wrote {path}")
     for name in found.made.left_out:
-        print(f"note: {name} is not in it: it is a library call, or has an operation that JAX has no function for")
+        print(f"note: {name} is not in it: it is a kernel, or has an operation that JAX has no function for")
     print(f"in the program: {_listed(found.launches)}")
     print(f"{'the same' if found.is_same else 'different'}, alone: {_listed(found.again.launches)}")
     print(f"because: {why}")
@@ -96,7 +95,12 @@ class _Attempt:
     @property
     def is_same(self) -> bool:
         """Whether XLA makes launches of the same kinds."""
-        return Counter(each.kind for each in self.launches) == Counter(each.kind for each in self.again.launches)
+        return _kinds(self.launches) == _kinds(self.again.launches)
+
+
+def _kinds(launches: Sequence[Launch]) -> list[str]:
+    """Returns the kinds of launches but copies, which XLA adds where a result would overwrite an argument."""
+    return sorted(each.kind for each in launches if each.kind != "copy")
 
 
 def _listed(launches: Sequence[Launch]) -> str:
@@ -129,7 +133,7 @@ def _script(analysis: Analysis, made: Isolated, launches: list[Launch], why: str
     origin = analysis.provenance
     return environment.get_template("reproduce.py.j2").render(
         launches=launches,
-        kinds=sorted(each.kind for each in launches),
+        kinds=_kinds(launches),
         why=why.replace('"""', "'''"),
         made=made,
         target=origin.target,

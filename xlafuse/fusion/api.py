@@ -9,10 +9,10 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-import flax
 import jax
 import numpy as np
 from jax._src.interpreters import ad
@@ -32,8 +32,9 @@ _UNSEEN_SHARDINGS = (
 )
 
 
-_PACKAGES = (Path(__file__).parent, jax.__file__, flax.__file__)
-_NOT_USERS = (*(f"{Path(each).parent}{os.sep}" for each in _PACKAGES), contextlib.__file__, functools.__file__)
+# flax is found without importing it: a program without its modules does not load it.
+_PACKAGES = (Path(__file__).parent, jax.__file__, getattr(find_spec("flax"), "origin", None))
+_NOT_USERS = (*(f"{Path(each).parent}{os.sep}" for each in _PACKAGES if each), contextlib.__file__, functools.__file__)
 """Files and folders whose frames a warning does not name."""
 
 

@@ -78,7 +78,10 @@ def site_records(report: Report) -> tuple[SiteRecord, ...]:
         SiteRecord(operation=site.operation, source=site.where, outcome="taken", implementation=site.implementation)
         for site in report.taken
     )
-    left = (SiteRecord(operation=site.operation, source=site.where, outcome="left to XLA") for site in report.left)
+    left = (
+        SiteRecord(operation=site.operation, source=site.where, outcome="left to XLA", reason=site.reason)
+        for site in report.left
+    )
     refused = (
         SiteRecord(operation=site.operation, source=site.where, outcome="refused", reason=site.reason)
         for site in report.refused

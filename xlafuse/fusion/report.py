@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xlafuse.fusion.plan import Plan
-from xlafuse.fusion.site import Refusal, Site, structs_of
+from xlafuse.fusion.site import Refusal, Site, choice_of, structs_of
 from xlafuse.fusion.sources import line_of
 from xlafuse.fusion.spellings import OF_GRADIENTS
 
@@ -42,13 +42,14 @@ class SiteTaken:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteLeft:
-    """A site that stays as it is written, since the operation itself would run by XLA."""
+    """A site that stays as it is written, since the operation itself would run by XLA, for `reason`."""
 
     operation: str
     where: str
+    reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.operation} left to XLA"
+        return f"{self.where}: {self.operation} left to XLA{self.reason and f': {self.reason}'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ def make_report(
     called = [_taken(site, known.get(site, "not computed"), outside) for each in plans for site in each.sites]
     undifferentiated = () if in_gradient else tuple(each for each in called if each.operation in OF_GRADIENTS)
     left = [
-        SiteLeft(operation=site.operation, where=line_of(site.root, outside=outside))
+        SiteLeft(operation=site.operation, where=line_of(site.root, outside=outside), reason=_why_left(site))
         for each in plans
         for site in each.written
     ]
@@ -115,6 +116,15 @@ def make_report(
         refused=tuple(dict.fromkeys(refused)),
         undifferentiated=undifferentiated,
     )
+
+
+def _why_left(site: Site) -> str:
+    """Returns why the operation would run by XLA: its kernel cannot run here, or XLA is as fast at this shape."""
+    found = choice_of(site)
+    reasons = {} if found is None else {name: why for name, why in found.reasons.items() if name != "xla"}
+    if not reasons or None in reasons.values():
+        return "the kernel can run, and XLA is at least as fast at these sizes"
+    return "; ".join(f"{name}: {why}" for name, why in reasons.items() if why)
 
 
 def _taken(site: Site, implementation: str, outside: str) -> SiteTaken:

@@ -1,7 +1,7 @@
 // Draws the launches as a layered graph: sizes the open and closed boxes, and draws lines between visible boxes.
 
 const NODE = { width: 176, least: 30, most: 84, gapX: 18, gapY: 34 };
-const BOX = { width: 216, height: 46, head: 30, pad: 14, gapX: 26, gapY: 44 };
+const BOX = { width: 216, least: 216, most: 340, height: 46, head: 30, pad: 14, gapX: 26, gapY: 44 };
 const DRAWN_FROM = 0.03; // lines with a smaller share of the largest line's bytes are drawn on demand
 const LABEL_FROM = 0.1; // lines with at least this share of the largest line's bytes show their bytes
 const opened = new Map();
@@ -204,6 +204,8 @@ function showGraph(name) {
   const { graph, launches } = strategies.get(name);
   const view = document.getElementById("graph-view");
   if (!launches.length) { view.replaceChildren(el("p", { className: "empty", textContent: "This program launches nothing." })); return; }
+  const letters = Math.max(...graph.clusters.map((cluster) => cluster.scope.length)) + (graph.clusters.some((cluster) => cluster.phase === "backward") ? 2 : 0);
+  BOX.width = Math.min(BOX.most, Math.max(BOX.least, 6.7 * letters + 44));
   const isNew = view.dataset.shows !== name;
   view.dataset.shows = name;
   if (!opened.has(name)) opened.set(name, new Set(graph.clusters.length === 1 ? [0] : [])); // a single closed box shows nothing

@@ -22,6 +22,9 @@ function showOther() {
   showColumns([focus.value, other.value]);
 }
 
+const winning = document.getElementById("winning-code");
+winning?.replaceChildren(codeBox(winning.textContent.trim()));
+
 if (strategies.size) {
   focus.addEventListener("change", showFocus);
   other.addEventListener("change", showOther);

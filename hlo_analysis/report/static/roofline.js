@@ -70,19 +70,23 @@ function showRoofline(name) {
   ];
   view.replaceChildren(svg("svg", { width, height: CHART.height, role: "group", "aria-label": `Roofline chart of ${name}` },
     svg("g", {}, ...grid), svg("g", {}, ...roofLines.filter((node) => node.tagName === "line")),
-    svg("g", {}, ...points.flatMap((point) => launchPoint(name, point, px, py, above.includes(point.launch)))), svg("g", {}, ...pointLabels(points.slice(0, LABELLED), px, py, right)), svg("g", {}, ...roofLines.filter((node) => node.tagName === "text"))));
+    svg("g", {}, ...points.flatMap((point) => launchPoint(name, point, px, py, above.includes(point.launch)))), svg("g", {}, ...pointLabels(points.slice(0, LABELLED), px, py, right, roofLines.filter((node) => node.classList.contains("roof-name") && node.hasAttribute("x")))), svg("g", {}, ...roofLines.filter((node) => node.tagName === "text"))));
 }
 
-/** Returns the names of the largest points, without those that would lie on one before. */
-function pointLabels(points, px, py, right) {
-  const taken = [];
+const LETTER = 6.4; // width of a letter of a label
+
+/** Returns the names of the largest points, without those that would lie on one before, or on the name of a roof. */
+function pointLabels(points, px, py, right, roofNames) {
+  const taken = roofNames.map((node) => [right - LETTER * node.textContent.length, right, Number(node.getAttribute("y"))]);
   return points.flatMap(({ launch, x, y, part }) => {
     const radius = Math.max(CHART.least, CHART.most * Math.sqrt(part));
     const isLeft = px(x) > right - 220;
     const [lx, ly] = [px(x) + (isLeft ? -1 : 1) * (radius + 4), py(y) + 4];
-    if (taken.some(([ox, oy]) => Math.abs(ox - lx) < 160 && Math.abs(oy - ly) < 13)) return [];
-    taken.push([lx, ly]);
-    return [svg("text", { class: "point-name", x: lx.toFixed(1), y: ly.toFixed(1), "text-anchor": isLeft ? "end" : "start" }, `${lastScope(launch.scope) || launch.name} ${shareText(part)}`)];
+    const words = `${lastScope(launch.scope) || launch.name} ${shareText(part)}`;
+    const [from, to] = isLeft ? [lx - LETTER * words.length, lx] : [lx, lx + LETTER * words.length];
+    if (taken.some(([start, end, height]) => from < end && start < to && Math.abs(height - ly) < 13)) return [];
+    taken.push([from, to, ly]);
+    return [svg("text", { class: "point-name", x: lx.toFixed(1), y: ly.toFixed(1), "text-anchor": isLeft ? "end" : "start" }, words)];
   });
 }
 

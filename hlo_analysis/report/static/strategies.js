@@ -23,4 +23,20 @@ function showDifferences(name) {
 function showColumns(names) {
   const all = document.getElementById("all-scopes")?.checked;
   for (const cell of document.querySelectorAll("table.scopes [data-column]")) cell.hidden = !all && !names.includes(cell.dataset.column);
+  const [from, to] = names;
+  for (const cell of document.querySelectorAll("table.scopes .diff")) {
+    cell.hidden = from === to;
+    if (cell.matches("td")) cell.replaceChildren(...scopeDifference(cell.parentElement, from, to));
+  }
+}
+
+/** Returns what the second strategy has more or less than the first in a row's scope: time, bytes, launches. */
+function scopeDifference(row, from, to) {
+  const [before, after] = [from, to].map((name) => [...row.querySelectorAll("td[data-column]")].find((cell) => cell.dataset.column === name)?.dataset);
+  if (!before || !after) return [];
+  const parts = [["time", formatUs], ["bytes", formatBytes], ["launches", (count) => plural(count, "launch")]].map(([key, text]) => {
+    const change = Number(after[key]) - Number(before[key]);
+    return change && el("span", { className: `d ${change < 0 ? "less" : "more"}`, textContent: `${change < 0 ? "−" : "+"}${text(Math.abs(change))}` });
+  }).filter(Boolean);
+  return parts.length ? parts : [el("span", { className: "none", textContent: "=" })];
 }
