@@ -15,6 +15,7 @@ from draws import normal
 
 from pallas_kernels.ops.attention import reference
 from pallas_kernels.ops.attention.api import attention
+from pallas_kernels.ops.attention.arguments import Options
 from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.forward.producer import Block
@@ -300,9 +301,9 @@ def test_scores_are_capped_as_exactly_as_others_are_computed(softcap, seed):
 
 
 def test_a_window_that_bounds_nothing_is_no_window():
-    assert masking_of(100, 100, True, 99, False) == masking_of(100, 100, True, None, False)
-    assert masking_of(100, 100, False, 99, False) == masking_of(100, 100, False, None, False)
-    assert masking_of(100, 100, False, (98, None), False).left == 98
+    assert masking_of(100, 100, Options(is_causal=True, window=99)) == masking_of(100, 100, Options(is_causal=True))
+    assert masking_of(100, 100, Options(window=99)) == masking_of(100, 100, Options())
+    assert masking_of(100, 100, Options(window=(98, None))).left == 98
 
 
 KEY, ALL, NAN, INF = jax.random.key(0), jnp.ones((16, 16), bool), float("nan"), float("inf")
@@ -394,7 +395,7 @@ def test_backward_from_a_log_sum_exp_is_the_benchmarks_by_xla(interpreter, seed)
 @pytest.mark.parametrize("given", [{}, {"is_causal": True}, {"window": (5, 3)}, {"is_causal": True, "window": (9, 0)}])
 def test_operations_are_counted_of_what_is_seen(given, seed):
     query, key, value = operands(seed, batch=2, queries=40, keys=24)
-    seen = seen_by(masking_of(40, 24, bool(given.get("is_causal")), given.get("window"), has_segments=False))
+    seen = seen_by(masking_of(40, 24, Options(**given)))
     arguments = {"query": query, "key": key, "value": value[..., :48], **given}
     assert ATTENTION.flops(arguments, "forward") == 2 * 2 * 2 * (64 + 48) * seen.sum()
     numbers = (jnp.arange(40) // 10)[None].repeat(2, 0), (jnp.arange(24) // 6)[None].repeat(2, 0)

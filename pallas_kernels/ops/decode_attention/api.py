@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops.decode_attention.config import HEAD_SIZES
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import ScoreRule
 from pallas_kernels.ops.decode_attention.reference import appended, decode_attention_reference
@@ -17,7 +18,6 @@ from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_a
 from pallas_kernels.primitives.settings import usual_promotion
 
 DTYPES = ("bfloat16", "float16")
-HEAD_SIZES = (64, 96, 128, 192, 256)
 MOST_TOKENS = 8
 _MOST_LENGTH = jnp.iinfo(jnp.int32).max
 
