@@ -29,7 +29,7 @@ from pallas_kernels.ops.attention.backward import shares
 from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, WARPGROUPS, KeysConfig, columns_at_once
 from pallas_kernels.ops.attention.backward.keys_launch import Block, Launch, Outputs
 from pallas_kernels.ops.attention.backward.tiles import Inputs, KeyGradients, Tile, kept_scale, not_invariant
-from pallas_kernels.ops.attention.launch import block_kernel, run_roles
+from pallas_kernels.ops.attention.launch import block_kernel, hidden, run_roles
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.row_tiles import TileForm, multiply_across, multiply_down
@@ -49,7 +49,7 @@ def produce(block: Block) -> None:
             pl.when(n >= stages)(lambda: plgpu.barrier_wait(scratch.empty.at[lax.rem(n, stages)]))
             load_queries(block, n)
 
-        lax.fori_loop(0, block.steps, one, None)
+        lax.fori_loop(0, hidden(block.steps), one, None)
         drain(scratch.empty, stages, block.steps)
 
     if launch.adds:
@@ -188,7 +188,7 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
 
         def loop(start: Any, end: Any, is_masked: bool) -> None:
             if block.visits.has_masked or not is_masked:
-                lax.fori_loop(start, end, lambda n, _: step(n, dk, dv, is_masked=is_masked), None)
+                lax.fori_loop(start, hidden(end), lambda n, _: step(n, dk, dv, is_masked=is_masked), None)
 
         loop(0, block.first_steps, not launch.adds)
         if launch.adds and config.overlaps:

@@ -18,10 +18,9 @@ from pallas_kernels.ops.attention.backward.tiles import (
     Lane,
     Visits,
     block_place,
-    hides_steps,
     segment_tiles,
 )
-from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, hidden
+from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.row_tiles import RowTiles, TileForm, shared
 
@@ -316,10 +315,7 @@ class Block:
         first_key = tile * config.columns
         tiles = segment_tiles(inputs.extras, lane.batch, tile)
         tiles = tiles or launch.problem.masking.query_tiles(first_key, config.columns, launch.config.rows)
-        hides = not launch.adds and hides_steps(
-            problem, launch.form, launch.problem.masking.queries, launch.config.rows
-        )
-        visits = Visits(tiles=hidden(tiles) if hides else tiles)
+        visits = Visits(tiles=tiles)
         first_head = lane.first_query_head(problem.group, launch.heads)
         first_steps = launch.heads * (visits.full if launch.adds else visits.masked)
         steps = launch.heads * visits.full + launch.heads * visits.masked

@@ -27,7 +27,6 @@ from pallas_kernels.ops.attention.backward.tiles import (
     Tile,
     Visits,
     block_place,
-    hides_steps,
     not_invariant,
     segment_tiles,
 )
@@ -106,13 +105,6 @@ class _Launch:
         return pl.cdiv(self.problem.masking.keys, self.config.columns)
 
     @property
-    def hides_steps(self) -> bool:
-        """See `tiles.hides_steps`."""
-        hides = hides_steps(self.problem, self.form, self.problem.masking.keys, self.config.columns)
-        # With one or two steps, a mask and a head size of 128 are enough.
-        return hides or (self.problem.masking.is_causal and self.form.size == 128 and self.key_blocks <= 2)
-
-    @property
     def automatic_barriers(self) -> bool:
         """False where products of large heads by panels leave ptxas no registers for Pallas's barriers."""
         return not (self.form.in_panels and self.form.size > 128)
@@ -173,7 +165,7 @@ class _Block:
         tiles = tiles or masking.key_tiles(first_query, config.rows, config.columns)
         if launch.returns_dscores:
             tiles = tiles._replace(first=0, last=launch.key_blocks)
-        visits = Visits(tiles=hidden(tiles) if launch.hides_steps else tiles)
+        visits = Visits(tiles=tiles)
         return cls(launch, inputs, outputs, scratch, lane, key_head, first_query, visits)
 
     def produce(self) -> None:
@@ -183,8 +175,8 @@ class _Block:
             place = self.lane.rows(self.first_query + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
             scratch.q.at(warpgroup).load_async(self.inputs.query.at[place], scratch.held.at[warpgroup])
             scratch.do.at(warpgroup).load_async(self.inputs.dout.at[place], scratch.held.at[warpgroup])
-        n = lax.fori_loop(0, visits.masked, self._loader(visits.masked_tile), jnp.int32(0))
-        n = lax.fori_loop(0, visits.full, self._loader(visits.full_tile), n)
+        n = lax.fori_loop(0, hidden(visits.masked), self._loader(visits.masked_tile), jnp.int32(0))
+        n = lax.fori_loop(0, hidden(visits.full), self._loader(visits.full_tile), n)
         if self.launch.has_one_ring:
             drain(scratch.k.empty, self.launch.config.slots, n)
             return
@@ -277,10 +269,11 @@ def consume(block: _Block, warpgroup: Any) -> None:
 
     def over_keys(dq: Any) -> jax.Array:
         if visits.has_masked:
-            lax.fori_loop(0, visits.masked, lambda n, _: step(n, visits.masked_tile(n), dq, is_masked=True), None)
+            masked = hidden(visits.masked)
+            lax.fori_loop(0, masked, lambda n, _: step(n, visits.masked_tile(n), dq, is_masked=True), None)
 
         steps, full_tile = visits.masked + visits.full, lambda n: visits.full_tile(n - visits.masked)
-        lax.fori_loop(visits.masked, steps, lambda n, _: step(n, full_tile(n), dq, is_masked=False), None)
+        lax.fori_loop(visits.masked, hidden(steps), lambda n, _: step(n, full_tile(n), dq, is_masked=False), None)
         result = dq[...]
         if config.overlaps:
             pl.when(steps > 0)(lambda: release(steps - 1))

@@ -19,7 +19,6 @@ from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.scores import capped
 from pallas_kernels.primitives.exponents import LOG2_E, LOWEST_SCORE
 from pallas_kernels.primitives.platform import target_device
-from pallas_kernels.primitives.row_tiles import TileForm
 
 
 class Inputs(NamedTuple):
@@ -273,22 +272,6 @@ def segment_tiles(extras: Mapping[str, Any], batch: Any, tile: Any) -> TileRange
     if "tiles" not in extras:
         return None
     return TileRange(*(extras["tiles"][batch, tile, i] for i in range(4)))
-
-
-_SMALL_HEAD, _MANY_STEPS = 128, 8
-
-
-def hides_steps(problem: Problem, form: TileForm, length: int, tile: int) -> bool:
-    """Whether to hide the step count from the compiler, which would unroll a loop of few steps.
-
-    Large heads, and products by panels, leave no registers for that.
-    """
-    masking = problem.masking
-    if form.in_panels:
-        return form.size >= _SMALL_HEAD
-    if masking.is_causal:
-        length = min(masking.queries, masking.keys)
-    return form.size > _SMALL_HEAD and (length < _MANY_STEPS * tile or masking.keys % 64 > 0)
 
 
 def kept_scale(problem: Problem) -> float:

@@ -164,9 +164,7 @@ class Consumer:
         carry = (maximum, total, weights.astype(problem.dtype), factor)
 
         # Steps count from the last key tile: those before `cut` come after the full tiles.
-        steps = last - first
-        if block.hides_steps:
-            steps = hidden(steps)
+        steps = hidden(last - first)
         cut = skipped + 1
         if self._many_masked_after:
             cut = jnp.maximum(last - full_last, 1)
