@@ -206,7 +206,7 @@ def test_three_consumers(interpreter, queries, keys, is_causal, seed):
     """With a causal mask, a consumer skips the block's key tiles that its own queries do not see."""
     query, key, value = operands(seed, queries=queries, keys=keys)
     problem, extras = problem_of(query, key, is_causal=is_causal, **NOTHING)
-    config = ForwardConfig(warpgroups=3, own_output=True, short_masks=True, memory_registers=32, compute_registers=160)
+    config = ForwardConfig(warpgroups=3, own_output=True, memory_registers=32, compute_registers=160)
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
     want, want_lse = attention_reference(query, key, value, is_causal=is_causal, return_residuals=True)
     np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
@@ -220,7 +220,7 @@ def test_outputs_that_leave_in_parts_while_the_next_queries_come(interpreter, le
     query, key, value = operands(seed, queries=length, keys=length, heads=3, key_heads=3, size=size)
     problem, extras = problem_of(query, key, is_causal=is_causal, **NOTHING)
     problem, _ = widened(problem)
-    config = ForwardConfig(columns=64, own_output=True, output_parts=2, short_masks=True)
+    config = ForwardConfig(columns=64, own_output=True, output_parts=2)
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
     want, want_lse = attention_reference(query, key, value, is_causal=is_causal, return_residuals=True)
     np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
@@ -228,10 +228,10 @@ def test_outputs_that_leave_in_parts_while_the_next_queries_come(interpreter, le
 
 
 @pytest.mark.parametrize(("length", "window"), [(400, (260, 0)), (264, (100, 20))])
-def test_windows_dealt_out_and_with_short_masks(interpreter, length, window, seed):
+def test_windows_dealt_out(interpreter, length, window, seed):
     query, key, value = operands(seed, queries=length, keys=length, heads=1)
     problem, extras = problem_of(query, key, is_causal=False, **{**NOTHING, "window": window})
-    config = ForwardConfig(own_output=True, short_masks=True)
+    config = ForwardConfig(own_output=True)
     assert problem.masking.has_sides(config.rows, config.columns) == (window[0] == 260)
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
     want, want_lse = attention_reference(query, key, value, window=window, return_residuals=True)

@@ -35,8 +35,6 @@ class ForwardConfig:
     own_output: the output has its own shared memory, so that the next queries need not wait for it to be stored.
     output_parts: parts of the output's columns, stored one after the other through the same shared memory: large heads
         leave no room for all.
-    short_masks: masks compare columns in the tile, which are constants, with bounds that are computed once a row, and
-        at either end of a window only with that end's.
     memory_registers, compute_registers: of a thread of the producer and of a consumer.
     """
 
@@ -47,7 +45,6 @@ class ForwardConfig:
     is_persistent: bool = True
     own_output: bool = False
     output_parts: int = 1
-    short_masks: bool = False
     memory_registers: int = 40
     compute_registers: int = 232
 
@@ -88,7 +85,7 @@ def _alternatives(problem: Problem, usual: ForwardConfig) -> dict[str, ForwardCo
     if size == 64 and usual.columns == 128 and masking.left is None and is_whole:
         # Queries in registers would spill 96 bytes (144 if no consumer skips tiles, see `Block.skips_tiles`).
         registers = {"memory_registers": 32, "compute_registers": 160}
-        three = replace(usual, warpgroups=3, queries_in_registers=False, short_masks=True, **registers)
+        three = replace(usual, warpgroups=3, queries_in_registers=False, **registers)
         found["three warpgroups"] = three
     return found
 
@@ -97,13 +94,13 @@ def _of_two_warpgroups(problem: Problem) -> ForwardConfig:
     masking, size, further = problem.masking, problem.head_size, _further(problem)
     if problem.value_size < size:  # the output has its own shared memory: queries have another layout
         few = ForwardConfig(columns=64, is_persistent=False, own_output=True)
-        return few if further else ForwardConfig(own_output=True, output_parts=2, short_masks=True)
+        return few if further else ForwardConfig(own_output=True, output_parts=2)
     if size > 128:
         return _of_large_heads(problem)
     if further > 1:
         # Each feature holds registers beside a tile's scores.
         return ForwardConfig(columns=64, is_persistent=False)
-    config = ForwardConfig(own_output=True, queries_in_registers=bool(problem.dropout_rate), short_masks=True)
+    config = ForwardConfig(own_output=True, queries_in_registers=bool(problem.dropout_rate))
     if further or (masking.has_band and not masking.is_causal):
         return config
     if masking.keys <= 64:
@@ -113,7 +110,7 @@ def _of_two_warpgroups(problem: Problem) -> ForwardConfig:
             return config
         # Two key tiles in panels of 32 columns leave ptxas no registers for turns.
         takes_turns = not (size == 96 and problem.in_panels and masking.keys <= 2 * config.columns)
-        return replace(config, queries_in_registers=True, short_masks=size > 64, ping_pong=takes_turns)
+        return replace(config, queries_in_registers=True, ping_pong=takes_turns)
     if masking.keys % config.columns or size == 64 or problem.in_panels:
         return config  # with queries in registers, ptxas has none for a last tile that is not whole, or for panels
     return replace(config, queries_in_registers=True, ping_pong=masking.keys <= _KEYS_OF_TURNS)
@@ -124,7 +121,6 @@ def _of_large_heads(problem: Problem) -> ForwardConfig:
     config = ForwardConfig(columns=64, is_persistent=False)
     if _further(problem):
         return config
-    config = replace(config, short_masks=True)
     if masking.has_band and problem.in_panels and masking.keys <= 2 * config.columns:
         # Masks and panels take too many registers in a loop over query tiles.
         return config
@@ -189,8 +185,6 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
     candidates |= {"two warpgroups": usual, **_alternatives(problem, usual)}
     if not _further(problem):
         candidates["fewer keys a tile"] = replace(base, columns=64)
-    if problem.masking.has_band and not problem.masking.has_segments:
-        candidates["other masks"] = replace(base, short_masks=not base.short_masks)
     return candidates
 
 
