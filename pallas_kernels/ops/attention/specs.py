@@ -175,6 +175,8 @@ _VIT_B, _VIT_H, _SIGLIP = (12, 12, 64), (16, 16, 80), (16, 16, 72)
 _GPT_2, _BERT_LARGE, _GPT_OSS = (12, 12, 64), (16, 16, 64), (64, 8, 64)
 """Query heads, key heads, and columns of a head."""
 
+_HALF: dict[str, Any] = {"dropout_rate": 0.5}
+
 _READ = (*_OPERANDS, "mask", "bias", "dropout_mask")
 
 ATTENTION = OpSpec(
@@ -189,19 +191,7 @@ ATTENTION = OpSpec(
         _call(1, 16, 24, 2, 1, 64),
         _call(1, 72, 136, 1, 1, 64, is_causal=True, window=(60, 0), softcap=5.0),
         _call(1, 24, 24, 1, 1, 64, dtype="float16", bias=(24, 24), documents=2, dropout_rate=0.25),
-        _call(
-            1,
-            24,
-            40,
-            2,
-            1,
-            64,
-            dropout_mask=(1, 2, 24, 40),
-            dropout_rate=0.5,
-            is_causal=True,
-            mask=(40,),
-            mask_value=-1e9,
-        ),
+        _call(1, 24, 40, 2, 1, 64, **_HALF, dropout_mask=(1, 2, 24, 40), is_causal=True, mask=(40,), mask_value=-1e9),
         _call(1, 24, 24, 2, 2, 80, is_causal=True, tags="test ragged"),  # in tiles of 96
         _call(1, 24, 72, 2, 1, 192, value_size=128, sinks=True, is_causal=True),
         _call(1, 16, 16, 1, 1, 288, tags="test ragged"),
@@ -252,16 +242,16 @@ ATTENTION = OpSpec(
                 4,
                 2,
                 128,
+                **_HALF,
                 dropout_mask=(2, 1, 300, 500),
-                dropout_rate=0.5,
+                mask=(500,),
                 dtype="float16",
                 mask_value=-9.0,
-                mask=(500,),
             ),
             _call(
-                2, 301, 301, 2, 1, 128, window=(9, 0), documents=3, mask_value=-1e9, bias=(2, 301, 301), mask=(301, 301)
+                2, 301, 301, 2, 1, 128, window=(9, 0), documents=3, bias=(2, 301, 301), mask=(301, 301), mask_value=-1e9
             ),
-            _call(1, 200, 333, 2, 1, 256, dropout_mask=(200, 1), dropout_rate=0.5, mask=(200, 1), mask_value=-1e9),
+            _call(1, 200, 333, 2, 1, 256, **_HALF, dropout_mask=(200, 1), mask=(200, 1), mask_value=-1e9),
             # Few queries, and short sequences.
             _call(2, 5, 8192, 8, 2, 128),  # forward by the kernel of decoding
             _call(2, 1, 1000, *_VIT_B),
