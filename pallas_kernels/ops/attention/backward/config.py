@@ -88,18 +88,12 @@ def columns_at_once(size: int) -> int:
 def is_plain(problem: Problem) -> bool:
     """Whether queries see all keys, or all up to their own place, and no feature takes registers."""
     masking = problem.masking
-    return not features_of(problem) and masking.left is None and masking.right in (None, 0)
-
-
-def features_of(problem: Problem) -> int:
-    """The number of softcap, dropout, segments, mask and bias, each of which takes registers."""
-    features = (problem.softcap, problem.dropout_rate, problem.masking.has_segments, problem.has_mask, problem.has_bias)
-    return sum(map(bool, features))
+    return not problem.features and masking.left is None and masking.right in (None, 0)
 
 
 def usual_two(problem: Problem) -> BackwardConfig:
     """Two kernels with as many keys and queries a block as there are registers for."""
-    size, features = problem.head_size, features_of(problem)
+    size, features = problem.head_size, problem.features
     if size <= 64:
         return BackwardConfig(keys=KeysConfig(stages=3, overlaps=is_plain(problem)), queries=QueriesConfig(slots=6))
     if size <= 128:
