@@ -150,7 +150,7 @@ def attention(
         "cudnn": partial(cudnn_unsupported, query, key, value, options, return_residuals),
         "xla": lambda: None,
     }
-    untuned = (lambda: preferred(packed(problem))) if problem else ()
+    untuned = () if problem is None else lambda facts=problem: preferred(packed(facts))
     chosen = choose("attention", implementation, support, preferred=untuned)
     if chosen == "xla" or problem is None:
         return attention_reference(query, key, value, return_residuals=return_residuals, **vars(options))

@@ -186,7 +186,7 @@ def facts_of(query: jax.Array, key: jax.Array, value: jax.Array | None, options:
         # A sink takes all the weight of a query that sees no key.
         return replace(problem, mask_value=None, value_of_none=None if problem.has_sinks else problem.mask_value)
     # Queries that see no key average all values, so that no tile may be skipped.
-    return replace(problem, has_mask=True, masking=Masking(queries=queries, keys=keys))
+    return replace(problem, has_mask=True, masking=Masking(queries=queries, keys=masking.keys))
 
 
 def _is_far(problem: Problem) -> bool:

@@ -71,7 +71,12 @@ def _head_by_head(query: jax.Array, key: jax.Array, value: jax.Array, options: O
         jnp.moveaxis(key[:, :, :, None], 2, 0),
         jnp.moveaxis(value[:, :, :, None], 2, 0),
     )
-    out, lse = lax.map(lambda one: _attend(*one[0], replace(options, **one[1])), (operands, own))
+
+    def one(given):
+        query, key, value, own = given
+        return _attend(query, key, value, replace(options, **own))
+
+    out, lse = lax.map(one, (*operands, own))
     out = jnp.moveaxis(out, 0, 2).reshape(*query.shape[:3], value.shape[3])
     return out, jnp.moveaxis(lse, 0, 1).reshape(batch, heads, queries)
 

@@ -132,7 +132,8 @@ def _options(arguments: Mapping[str, Any]) -> Options:
 
 def _problem(arguments: Mapping[str, Any]) -> Problem:
     """The facts of arguments that may be shapes alone."""
-    return facts_of(*(arguments[name] for name in _OPERANDS), _options(arguments))
+    query, key, value = (arguments[name] for name in _OPERANDS)
+    return facts_of(query, key, value, _options(arguments))
 
 
 def _forward(*, query, key, value, config=None, **others):

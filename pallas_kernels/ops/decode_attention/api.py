@@ -104,7 +104,7 @@ def decode_attention(
         return _mosaic(rule, *operands)  # pyright: ignore
     # Under jax.shard_map(check_vma=True), jax 0.11.2 accepts no references: XLA writes into the caches.
     query, *caches, lengths, page_table, new = operands  # pyright: ignore
-    caches = [appended(cache, each, lengths, page_table) for cache, each in zip(caches, new, strict=True)]
+    caches = [appended(cache, each, lengths, page_table) for cache, each in zip(caches, new or (), strict=True)]
     return _mosaic(rule, query, *caches, lengths, page_table, None), *caches  # pyright: ignore
 
 

@@ -27,10 +27,11 @@ from pallas_kernels.ops.attention.backward.tiles import (
     Tile,
     Visits,
     block_place,
+    counted,
     not_invariant,
     segment_tiles,
 )
-from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, block_kernel, hidden, run_roles
+from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives import compat
 from pallas_kernels.primitives.barriers import drain
@@ -158,7 +159,7 @@ class _Block:
         # Under a causal mask the last queries see the most keys.
         place, lane = block_place(lax.axis_index("block"), tiles=launch.blocks, lanes=problem.batch * problem.heads)
         tile_index = launch.blocks - 1 - place
-        lane = Lane.of(lane, problem.heads, 1)
+        lane = Lane.of(lane, problem.heads)
         key_head = lax.div(lane.head, problem.group)
         first_query = tile_index * config.rows
         tiles = segment_tiles(inputs.extras, lane.batch, tile_index)
@@ -175,8 +176,9 @@ class _Block:
             place = self.lane.rows(self.first_query + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
             scratch.q.at(warpgroup).load_async(self.inputs.query.at[place], scratch.held.at[warpgroup])
             scratch.do.at(warpgroup).load_async(self.inputs.dout.at[place], scratch.held.at[warpgroup])
-        n = lax.fori_loop(0, hidden(visits.masked), self._loader(visits.masked_tile), jnp.int32(0))
-        n = lax.fori_loop(0, hidden(visits.full), self._loader(visits.full_tile), n)
+        masked, full = (counted(self.launch.problem, count) for count in (visits.masked, visits.full))
+        n = lax.fori_loop(0, masked, self._loader(visits.masked_tile), jnp.int32(0))
+        n = lax.fori_loop(0, full, self._loader(visits.full_tile), n)
         if self.launch.has_one_ring:
             drain(scratch.k.empty, self.launch.config.slots, n)
             return
@@ -269,11 +271,12 @@ def consume(block: _Block, warpgroup: Any) -> None:
 
     def over_keys(dq: Any) -> jax.Array:
         if visits.has_masked:
-            masked = hidden(visits.masked)
+            masked = counted(problem, visits.masked)
             lax.fori_loop(0, masked, lambda n, _: step(n, visits.masked_tile(n), dq, is_masked=True), None)
 
         steps, full_tile = visits.masked + visits.full, lambda n: visits.full_tile(n - visits.masked)
-        lax.fori_loop(visits.masked, hidden(steps), lambda n, _: step(n, full_tile(n), dq, is_masked=False), None)
+        end = counted(problem, steps)
+        lax.fori_loop(visits.masked, end, lambda n, _: step(n, full_tile(n), dq, is_masked=False), None)
         result = dq[...]
         if config.overlaps:
             pl.when(steps > 0)(lambda: release(steps - 1))
