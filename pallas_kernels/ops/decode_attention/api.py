@@ -90,7 +90,7 @@ def decode_attention(
     _check(query, key_cache, value_cache, lengths, page_table, new_key, new_value)
     keys = key_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     rule = _checked_rule(query.shape[3], keys, scale, window, softcap)
-    new = None if new_key is None else (new_key, new_value)
+    new = None if new_key is None or new_value is None else (new_key, new_value)
     if jnp.iinfo(lengths.dtype).max > _MOST_LENGTH:  # larger numbers would overflow int32
         lengths = jnp.clip(lengths, 0, keys)
     lengths = lengths.astype(jnp.int32)
