@@ -15,6 +15,7 @@ from draws import normal
 
 from pallas_kernels.ops.attention import reference
 from pallas_kernels.ops.attention.api import attention
+from pallas_kernels.ops.attention.arguments import Options
 from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.forward.producer import Block
@@ -205,7 +206,7 @@ def test_three_consumers(interpreter, queries, keys, is_causal, seed):
     """With a causal mask, a consumer skips the block's key tiles that its own queries do not see."""
     query, key, value = operands(seed, queries=queries, keys=keys)
     problem, extras = problem_of(query, key, is_causal=is_causal, **NOTHING)
-    config = ForwardConfig(warpgroups=3, own_output=True, short_masks=True, memory_registers=32, compute_registers=160)
+    config = ForwardConfig(warpgroups=3, own_output=True, memory_registers=32, compute_registers=160)
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
     want, want_lse = attention_reference(query, key, value, is_causal=is_causal, return_residuals=True)
     np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
@@ -219,7 +220,7 @@ def test_outputs_that_leave_in_parts_while_the_next_queries_come(interpreter, le
     query, key, value = operands(seed, queries=length, keys=length, heads=3, key_heads=3, size=size)
     problem, extras = problem_of(query, key, is_causal=is_causal, **NOTHING)
     problem, _ = widened(problem)
-    config = ForwardConfig(columns=64, own_output=True, output_parts=2, short_masks=True)
+    config = ForwardConfig(columns=64, own_output=True, output_parts=2)
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
     want, want_lse = attention_reference(query, key, value, is_causal=is_causal, return_residuals=True)
     np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
@@ -227,10 +228,10 @@ def test_outputs_that_leave_in_parts_while_the_next_queries_come(interpreter, le
 
 
 @pytest.mark.parametrize(("length", "window"), [(400, (260, 0)), (264, (100, 20))])
-def test_windows_dealt_out_and_with_short_masks(interpreter, length, window, seed):
+def test_windows_dealt_out(interpreter, length, window, seed):
     query, key, value = operands(seed, queries=length, keys=length, heads=1)
     problem, extras = problem_of(query, key, is_causal=False, **{**NOTHING, "window": window})
-    config = ForwardConfig(own_output=True, short_masks=True)
+    config = ForwardConfig(own_output=True)
     assert problem.masking.has_sides(config.rows, config.columns) == (window[0] == 260)
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
     want, want_lse = attention_reference(query, key, value, window=window, return_residuals=True)
@@ -300,9 +301,9 @@ def test_scores_are_capped_as_exactly_as_others_are_computed(softcap, seed):
 
 
 def test_a_window_that_bounds_nothing_is_no_window():
-    assert masking_of(100, 100, True, 99, False) == masking_of(100, 100, True, None, False)
-    assert masking_of(100, 100, False, 99, False) == masking_of(100, 100, False, None, False)
-    assert masking_of(100, 100, False, (98, None), False).left == 98
+    assert masking_of(100, 100, Options(is_causal=True, window=99)) == masking_of(100, 100, Options(is_causal=True))
+    assert masking_of(100, 100, Options(window=99)) == masking_of(100, 100, Options())
+    assert masking_of(100, 100, Options(window=(98, None))).left == 98
 
 
 KEY, ALL, NAN, INF = jax.random.key(0), jnp.ones((16, 16), bool), float("nan"), float("inf")
@@ -394,7 +395,7 @@ def test_backward_from_a_log_sum_exp_is_the_benchmarks_by_xla(interpreter, seed)
 @pytest.mark.parametrize("given", [{}, {"is_causal": True}, {"window": (5, 3)}, {"is_causal": True, "window": (9, 0)}])
 def test_operations_are_counted_of_what_is_seen(given, seed):
     query, key, value = operands(seed, batch=2, queries=40, keys=24)
-    seen = seen_by(masking_of(40, 24, bool(given.get("is_causal")), given.get("window"), has_segments=False))
+    seen = seen_by(masking_of(40, 24, Options(**given)))
     arguments = {"query": query, "key": key, "value": value[..., :48], **given}
     assert ATTENTION.flops(arguments, "forward") == 2 * 2 * 2 * (64 + 48) * seen.sum()
     numbers = (jnp.arange(40) // 10)[None].repeat(2, 0), (jnp.arange(24) // 6)[None].repeat(2, 0)

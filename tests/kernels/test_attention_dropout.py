@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from draws import normal
 
-from pallas_kernels.ops.attention.dropout import Grid, keep_mask
+from pallas_kernels.ops.attention.dropout import keep_mask, second_words
 from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.problem import problem_of
@@ -104,15 +104,13 @@ def test_the_forward_kernel_drops_by_the_same_mask(interpreter, rate, dtype, see
 
 
 def test_places_a_period_apart_have_key_words_of_their_own(seed):
-    sizes = {"batch": 4, "heads": 8, "queries": 200, "keys": 40}
-    assert not Grid(**sizes).has_epochs
-    grid = Grid(**sizes, period=2**15)
-    words = mixed_words(jax.random.bits(jax.random.key(seed), (2,), jnp.uint32))
-    rows = jnp.arange(32 * grid.queries, dtype=jnp.uint32)
-    seconds = np.asarray(grid.second(words, rows))
-    assert seconds[0] == words[1]
+    word = mixed_words(jax.random.bits(jax.random.key(seed), (2,), jnp.uint32))[1]
+    rows, keys, period = jnp.arange(32 * 256, dtype=jnp.uint32), 64, 2**15
+    assert second_words(word, rows, rows=len(rows), keys=keys) is word
+    seconds = np.asarray(second_words(word, rows, rows=len(rows), keys=keys, period=period))
+    assert seconds[0] == word
     # Tiles of 64 queries have one word, and each word serves at most a period.
     assert (seconds.reshape(-1, 64) == seconds[::64, None]).all()
     _, counts = np.unique(seconds, return_counts=True)
-    assert counts.max() * grid.keys <= 2**15
-    assert len(counts) == -(-len(rows) // grid.rows_an_epoch)
+    assert counts.max() * keys <= period
+    assert len(counts) == len(rows) * keys // period

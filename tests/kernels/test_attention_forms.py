@@ -13,17 +13,12 @@ from draws import normal
 
 from pallas_kernels.ops.attention import problem, reference
 from pallas_kernels.ops.attention.api import attention
+from pallas_kernels.ops.attention.arguments import Options
 from pallas_kernels.ops.attention.few_queries import decodes, packed
 from pallas_kernels.ops.attention.head_tiles import tiles_of
 from pallas_kernels.ops.attention.problem import facts_of
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.specs import seeds_of
-
-NOTHING: dict[str, Any] = {
-    **dict.fromkeys(("bias", "mask", "scale", "window", "segment_ids", "softcap", "dropout_key")),
-    "is_causal": False,
-    "dropout_rate": 0.0,
-}
 
 
 def operands(seed, *, queries=24, keys=24, heads=2, key_heads=1, sizes=(64, 64), dtype: Any = jnp.bfloat16):
@@ -168,7 +163,7 @@ def test_sinks_of_each_member_of_a_vmap(seed):
 def test_few_queries_with_sinks_stay_apart():
     """Queries of several heads in one head would have several sinks, and the kernel of decoding has none."""
     query, key = (jax.ShapeDtypeStruct((16, n, h, 64), jnp.bfloat16) for n, h in ((16, 8), (4096, 2)))
-    plain, own = (facts_of(query, key, **NOTHING, sinks=sinks) for sinks in (None, jnp.zeros(8)))  # pyright: ignore[reportArgumentType]
+    plain, own = (facts_of(query, key, None, Options(sinks=sinks)) for sinks in (None, jnp.zeros(8)))
     assert decodes(plain)
     assert packed(plain) != plain
     assert not decodes(own)
@@ -193,7 +188,7 @@ def test_queries_that_see_no_key_average_all_values_though_tiles_are_skipped(nam
     monkeypatch.setattr(problem, "_KEYS_TO_SKIP", 72)
     query, key, value = (jnp.repeat(array, 2, 0) for array in operands(seed, queries=72, keys=72))
     given = {**SKIPPED[name], "mask_value": -1e30}
-    facts = facts_of(query, key, **{**NOTHING, **given})
+    facts = facts_of(query, key, None, Options(**given))
     assert facts.mask_value is None
     assert facts.masking.has_band or facts.masking.has_segments
     got = check(given, query, key, value, seed=seed)
@@ -212,7 +207,7 @@ def test_where_all_tiles_are_visited(given):
     given = {"is_causal": True, "mask": jnp.ones(keys, bool), "mask_value": -1e30, **given}
     given.pop("keys", None)
     query, key = (jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16) for length in (64, keys))
-    facts = facts_of(query, key, **{**NOTHING, **given})  # pyright: ignore[reportArgumentType]
+    facts = facts_of(query, key, None, Options(**given))
     assert facts.mask_value == given["mask_value"]
     assert not facts.masking.has_band
 

@@ -13,7 +13,6 @@ import pytest
 from draws import normal
 
 from pallas_kernels import lora_linear
-from pallas_kernels.ops.lora_linear.config import LoraConfig
 from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
 from pallas_kernels.ops.lora_linear.work_split import WorkSplit
 from pallas_kernels.primitives.gemm.config import GemmConfig
@@ -75,15 +74,15 @@ def assert_close(y, expected):
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_rows_over_several_tiles(cluster):
     x, w, a, b = arrays(rows=136, features=128, outputs=192, rank=24).values()
-    config = LoraConfig(product=GemmConfig(tile_n=128, cluster=cluster))
-    y = lora_linear_forward(x, w, a, b, None, alpha=0.5, config=config)
+    config = GemmConfig(tile_n=128, cluster=cluster)
+    y = lora_linear_forward(x, w, a, b, None, alpha=0.5, config=config, one_launch=False)
     assert_close(y, exact(x, w, a, b, alpha=0.5))
 
 
 ONE_LAUNCH = {
-    "one width": LoraConfig(product=GemmConfig(tile_n=128), is_one_launch=True),
-    "two widths": LoraConfig(product=GemmConfig(tile_n=128, passes=(128, 64)), is_one_launch=True),
-    "half the swizzle": LoraConfig(product=GemmConfig(tile_n=96, store_columns=32), is_one_launch=True),
+    "one width": GemmConfig(tile_n=128),
+    "two widths": GemmConfig(tile_n=128, passes=(128, 64)),
+    "half the swizzle": GemmConfig(tile_n=96, store_columns=32),
 }
 
 
@@ -94,7 +93,7 @@ def test_few_blocks_compute_x_a_for_all(cut, monkeypatch):
     # As many steps of x and a as do not fit into the buffers that they come by.
     x, w, a, b = arrays(rows=136, features=320, outputs=320, rank=20).values()
     bias = jnp.linspace(-1, 1, 320, dtype=jnp.float32)
-    y = lora_linear_forward(x, w, a, b, bias, alpha=0.5, config=ONE_LAUNCH[cut])
+    y = lora_linear_forward(x, w, a, b, bias, alpha=0.5, config=ONE_LAUNCH[cut], one_launch=True)
     assert_close(y, exact(x, w, a, b, alpha=0.5) + np.asarray(bias, np.float64))
     # Two warpgroups of one block each for two tiles of rows.
     assert sorted(counts.values()) == [2, 2]
@@ -105,7 +104,7 @@ def test_copies_are_rows_of_one_launch_or_launches_of_their_own(monkeypatch):
     counts = interpreter_semaphores.extend(monkeypatch)
     x, w, a, b = arrays(rows=3, features=128, outputs=128, rank=8).values()
     copies = jnp.stack([x, 2 * x, 3 * x])
-    forward = partial(lora_linear_forward, alpha=0.5, config=ONE_LAUNCH["one width"])
+    forward = partial(lora_linear_forward, alpha=0.5, config=ONE_LAUNCH["one width"], one_launch=True)
     for y in (
         jax.vmap(lambda x: forward(x, w, a, b, None))(copies),
         jax.vmap(lambda x, b: forward(x, w, a, b, None))(copies[:2], jnp.stack([b, b])),

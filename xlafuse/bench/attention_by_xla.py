@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops.attention.reference import SCORES_BYTES, kept, masked_scores, weighted_values
+from pallas_kernels.ops.attention.arguments import Options
+from pallas_kernels.ops.attention.reference import SCORES_BYTES, masked_scores, weighted_values
 from pallas_kernels.ops.attention.specs import stand_in_lse
 from pallas_kernels.specs import Arguments
 
-_OF_SCORES = ("mask", "is_causal", "scale", "window", "segment_ids", "softcap", "mask_value")
+_OPERANDS = ("query", "key", "value")
 
 
 def backward(arguments: Arguments, dout: jax.Array) -> tuple[jax.Array, ...]:
     """Gradients from what the specs' Mosaic pass is given; one key head at a time if scores would be too many."""
-    query, key, value = (arguments[name] for name in ("query", "key", "value"))
-    bias, lse = arguments.get("bias"), stand_in_lse(query, key)
-    static = {name: arguments[name] for name in _OF_SCORES if name in arguments}
-    rate = arguments.get("dropout_rate", 0.0)
-    keep = kept(query, key, rate, arguments.get("dropout_key"), arguments.get("dropout_mask"))
+    query, key, value = (arguments[name] for name in _OPERANDS)
+    options = Options(**{name: each for name, each in arguments.items() if name not in _OPERANDS})
+    lse = stand_in_lse(query, key)
 
     def gradients(query, key, value, bias, lse, dout):
         delta = jnp.sum(dout.astype(jnp.float32) ** 2, axis=-1)  # dout stands for the output
 
         def unnormalised(query, key, value, bias):
-            scores = masked_scores(query, key, bias=bias, **static)
+            scores = masked_scores(query, key, replace(options, bias=bias))
             weights = jnp.exp(scores - lse.reshape(scores.shape[:-1])[..., None])
             # The cotangent -delta of a row's sum subtracts what normalising the row does.
             sums = jnp.sum(weights, axis=-1).reshape(lse.shape)
-            return weighted_values(weights, value, query, rate, keep), sums
+            return weighted_values(weights, query, value, options), sums
 
         return jax.vjp(unnormalised, query, key, value, bias)[1]((dout, -delta.swapaxes(1, 2)))
 
     batch, queries, heads, _ = query.shape
     key_heads = key.shape[2]
     is_large = 4 * batch * heads * queries * key.shape[1] > SCORES_BYTES / 8
-    if not is_large or rate or bias is not None or arguments.get("mask") is not None:
-        return tuple(gradient for gradient in gradients(query, key, value, bias, lse, dout) if gradient is not None)
+    if not is_large or options.dropout_rate or options.bias is not None or options.mask is not None:
+        found = gradients(query, key, value, options.bias, lse, dout)
+        return tuple(gradient for gradient in found if gradient is not None)
 
     def by_head(array):
         return jnp.moveaxis(array.reshape(batch, queries, key_heads, heads // key_heads, -1), 2, 0)

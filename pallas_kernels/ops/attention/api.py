@@ -9,25 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops.attention.arguments import Options, Segments, Window, checked
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.cudnn import cudnn_attention, cudnn_unsupported
 from pallas_kernels.ops.attention.few_queries import decoded, decodes, pack, packed, unpack
 from pallas_kernels.ops.attention.forward.config import preferred
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.head_tiles import HEAD_SIZES, tiles_of, widened
-from pallas_kernels.ops.attention.problem import (
-    Extras,
-    Options,
-    Problem,
-    Segments,
-    Window,
-    averaged,
-    check,
-    extras_of,
-    facts_of,
-)
+from pallas_kernels.ops.attention.problem import Extras, Problem, averaged, extras_of, facts_of
 from pallas_kernels.ops.attention.reference import attention_reference
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays, static_flag
+from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.exponents import LOWEST_SCORE
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
@@ -136,71 +127,51 @@ def attention(
     bias, mask, dropout_mask, sinks = optional_arrays(
         "attention", bias=bias, mask=mask, dropout_mask=dropout_mask, sinks=sinks
     )
-    is_causal = static_flag("attention", "is_causal", is_causal)
-    deterministic = static_flag("attention", "deterministic", deterministic)
-    options: Options = {
-        "bias": bias,
-        "mask": mask,
-        "is_causal": is_causal,
-        "scale": scale,
-        "window": window,
-        "segment_ids": segment_ids,
-        "softcap": softcap,
-        "dropout_rate": dropout_rate,
-        "dropout_key": dropout_key,
-        "dropout_mask": dropout_mask,
-        "mask_value": mask_value,
-        "sinks": sinks,
-        "deterministic": deterministic,
-    }
-    check(query, key, value, **options)
-    # A NumPy float would make float64 of what it multiplies, under jax_enable_x64.
-    options["scale"], options["softcap"], options["mask_value"] = (
-        None if number is None else float(number) for number in (scale, softcap, mask_value)
+    given = Options(
+        bias=bias,
+        mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        window=window,
+        segment_ids=segment_ids,
+        softcap=softcap,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        dropout_mask=dropout_mask,
+        mask_value=mask_value,
+        sinks=sinks,
+        deterministic=deterministic,
     )
-    options["dropout_rate"] = float(dropout_rate)
+    options = checked(query, key, value, given)
+    is_empty = query.size == 0 or key.size == 0
+    problem = None if is_empty else facts_of(query, key, value, options)
     support = {
         "mosaic": partial(mosaic_unsupported, query, value),
-        "cudnn": partial(cudnn_unsupported, query, key, value, **options, return_residuals=return_residuals),
+        "cudnn": partial(cudnn_unsupported, query, key, value, options, return_residuals),
         "xla": lambda: None,
     }
-    if query.size == 0 or key.size == 0:
-        choose("attention", implementation, support)
-        return attention_reference(query, key, value, **options, return_residuals=return_residuals)
-    problem = facts_of(query, key, value, **options)
-    chosen = choose("attention", implementation, support, preferred=lambda: preferred(packed(problem)))
-    if chosen == "xla":
-        return attention_reference(query, key, value, **options, return_residuals=return_residuals)
+    untuned = () if problem is None else lambda facts=problem: preferred(packed(facts))
+    chosen = choose("attention", implementation, support, preferred=untuned)
+    if chosen == "xla" or problem is None:
+        return attention_reference(query, key, value, return_residuals=return_residuals, **vars(options))
     if chosen == "cudnn":
-        scale = options["scale"]
-        return cudnn_attention(query, key, value, bias=bias, is_causal=is_causal, scale=scale, window=window)
+        return cudnn_attention(query, key, value, options)
     (batch, queries, heads, _), size = query.shape, value.shape[3]
     is_decoded = decodes(problem) and not return_residuals
-    extras = extras_of(problem, **options)
-    problem, operands = _launched(packed(problem), query, key, value, extras)
-    out, lse = _mosaic(problem, return_residuals, is_decoded, *operands)  # pyright: ignore[reportGeneralTypeIssues]
-    out = unpack(out, heads)
-    out = out if out.shape[3] == size else out[..., :size]
-    out, lse = averaged(problem, out, lse, value)
+    problem, arrays = widened(packed(problem), pack(query, packed(problem).heads), key, value)
+    extras = extras_of(problem, options)
+    operands = jax.tree.leaves((arrays, extras))
+    # Each varies over the mesh axes of all, so that shard_map sums its gradient over them.
+    arrays = [varying_like(array, *operands) for array in arrays]
+    differentiated = {"bias": extras.bias, "sinks": extras.sinks}
+    extras = replace(extras, **{n: varying_like(a, *operands) for n, a in differentiated.items() if a is not None})
+    out, lse = _mosaic(problem, return_residuals, is_decoded, *arrays, extras)  # pyright: ignore[reportGeneralTypeIssues]
+    out, lse = averaged(problem, unpack(out, heads)[..., :size], lse, value)
     if not return_residuals:
         return out
     if problem.mask_value is not None and problem.hidden == LOWEST_SCORE:
         lse = jnp.where(lse < LOWEST_SCORE / 2, problem.mask_value, lse)
     return out, lse.reshape(batch, heads, queries)
-
-
-def _launched(
-    problem: Problem, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
-) -> tuple[Problem, tuple[jax.Array, jax.Array, jax.Array, Extras]]:
-    """The problem and the operands as the kernels take them."""
-    problem, arrays = widened(problem, pack(query, problem.heads), key, value)
-    operands = jax.tree.leaves((arrays, extras))
-    # Each varies over the mesh axes of all, so that shard_map sums its gradient over them.
-    query, key, value = (varying_like(array, *operands) for array in arrays)
-    for name in ("bias", "sinks"):
-        if (array := getattr(extras, name)) is not None:
-            extras = replace(extras, **{name: varying_like(array, *operands)})
-    return problem, (query, key, value, extras)
 
 
 def mosaic_unsupported(query: jax.Array, value: jax.Array) -> str | None:
@@ -225,9 +196,9 @@ def _mosaic(
 ) -> tuple[jax.Array, jax.Array]:
     """The output and log-sum-exp. is_decoded: whether the decoding kernel takes it where there is no gradient."""
     if is_decoded:
-        out = decoded(query, key, value, problem=problem)
         # The caller does not read lse.
-        return out, jnp.zeros((problem.batch, problem.heads, problem.masking.queries), jnp.float32)
+        lse = jnp.zeros((problem.batch, problem.heads, problem.masking.queries), jnp.float32)
+        return decoded(query, key, value, problem=problem), lse
     return attention_forward(query, key, value, extras, problem=problem)
 
 

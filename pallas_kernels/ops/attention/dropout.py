@@ -15,7 +15,6 @@ from pallas_kernels.ops.attention.dense import TILE, WORD, unpacked_bits
 from pallas_kernels.primitives.random import (
     MEMBERS,
     PLACE_STEP,
-    Words,
     epoch_word,
     key_words,
     mixed_words,
@@ -30,23 +29,13 @@ _SHARING = [0, _HALF, _OTHER, _OTHER | _HALF, _FAR, _FAR | _HALF, _FAR | _OTHER,
 _WHOLE_QUERIES = 128
 
 
-class Grid:
-    """The places of words: rows for (batch, head, query), columns for keys."""
+def second_words(word: jax.Array, row: jax.Array, *, rows: int, keys: int, period: int = _PERIOD) -> jax.Array:
+    """The second key word of each row, of so many: another one for each period of places.
 
-    def __init__(self, *, batch: int, heads: int, queries: int, keys: int, period: int = _PERIOD):
-        self.queries = -(-queries // _WHOLE_QUERIES) * _WHOLE_QUERIES
-        self.keys = -(-keys // WORD) * WORD
-        # Whole groups of queries, so that a query tile lies in one epoch.
-        self.rows_an_epoch = max(1, period // self.keys // _WHOLE_QUERIES) * _WHOLE_QUERIES
-        self.has_epochs = batch * heads * self.queries > self.rows_an_epoch
-
-    def row(self, head: jax.Array, query: jax.Array) -> jax.Array:
-        """The row of a query; head: counted over all batch entries."""
-        return head * jnp.uint32(self.queries) + query
-
-    def second(self, words: Words, row: jax.Array) -> jax.Array:
-        """The second key word of a row."""
-        return epoch_word(words[1], row // jnp.uint32(self.rows_an_epoch)) if self.has_epochs else words[1]
+    Whole groups of queries have one, so that a query tile does.
+    """
+    rows_an_epoch = max(1, period // keys // _WHOLE_QUERIES) * _WHOLE_QUERIES
+    return epoch_word(word, row // jnp.uint32(rows_an_epoch)) if rows > rows_an_epoch else word
 
 
 def keep_bits(key: jax.Array, batch: int, heads: int, queries: int, keys: int, *, rate: float) -> jax.Array:
@@ -54,19 +43,21 @@ def keep_bits(key: jax.Array, batch: int, heads: int, queries: int, keys: int, *
 
     Bits beyond the last key are random.
     """
-    grid = Grid(batch=batch, heads=heads, queries=queries, keys=keys)
-    words = mixed_words(key_words(key))
+    # Places have a row for each (batch, head, query), and a column for each key.
+    whole_queries, whole_keys = -(-queries // _WHOLE_QUERIES) * _WHOLE_QUERIES, -(-keys // WORD) * WORD
+    first_word, second = mixed_words(key_words(key))
     columns = -(-keys // TILE) * (TILE // WORD)
     # Places of one count are one fusion; of axes of their own, XLA would compute parts in four further launches.
     place = jnp.arange(batch * heads * queries * columns, dtype=jnp.uint32)
     column, place = place % jnp.uint32(columns), place // jnp.uint32(columns)
     query = place % jnp.uint32(queries)
-    row = grid.row(place // jnp.uint32(queries), query)
-    second, is_other = grid.second(words, row), (query & _OTHER) != 0
-    start = (row & jnp.uint32(_PERIOD - 1 - _OTHER)) * jnp.uint32(grid.keys) + column * jnp.uint32(WORD)
+    row = place // jnp.uint32(queries) * jnp.uint32(whole_queries) + query
+    second = second_words(second, row, rows=batch * heads * whole_queries, keys=whole_keys)
+    is_other = (query & _OTHER) != 0
+    start = (row & jnp.uint32(_PERIOD - 1 - _OTHER)) * jnp.uint32(whole_keys) + column * jnp.uint32(WORD)
     found = jnp.uint32(0)
     for first in range(0, _OTHER, 2):
-        word = shared_word((start + jnp.uint32(first)) * jnp.uint32(PLACE_STEP) + words[0], second)
+        word = shared_word((start + jnp.uint32(first)) * jnp.uint32(PLACE_STEP) + first_word, second)
         turned = (word << jnp.uint32(16)) | (word >> jnp.uint32(16))
         for key_place in _SHARING:
             own, other = (jnp.uint32(pair[(key_place & _OTHER) != 0]) for pair in MEMBERS)

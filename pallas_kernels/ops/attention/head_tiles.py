@@ -46,9 +46,7 @@ def widened(problem: Problem, *arrays: jax.Array) -> tuple[Problem, tuple[jax.Ar
     if taken == sizes:
         return problem, arrays
     problem = replace(problem, head_size=taken[0], value_size=taken[1], clips=clips)
-    return problem, arrays if clips else (*wider(taken[0], *arrays[:2]), *wider(taken[1], *arrays[2:]))
-
-
-def wider(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Pads the last axis of each array with zeros to `size`."""
-    return tuple(jnp.pad(array, (*[(0, 0)] * (array.ndim - 1), (0, size - array.shape[-1]))) for array in arrays)
+    if clips:
+        return problem, arrays
+    extra = (taken[1 if i > 1 else 0] - array.shape[3] for i, array in enumerate(arrays))
+    return problem, tuple(jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, e))) for a, e in zip(arrays, extra, strict=True))

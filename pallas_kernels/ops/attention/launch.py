@@ -81,6 +81,6 @@ def run_roles(
         pl.when(is_own)(role)
 
 
-def hidden[T](counts: T) -> T:
-    """The same integers, which LLVM cannot know: a loop of few steps that it unrolls may take too many registers."""
-    return lax.optimization_barrier(jax.tree.map(lambda count: jnp.asarray(count, jnp.int32), counts))
+def hidden(count: Any) -> jax.Array:
+    """The same integer, which LLVM cannot know: a loop of few steps that it unrolls may take too many registers."""
+    return lax.optimization_barrier(jnp.asarray(count, jnp.int32))

@@ -156,18 +156,18 @@ def segment_key_tiles(
     Returns:
         (batch, query tiles, 4), int32: the members of `TileRange`.
     """
-    tile = jnp.arange(-(-masking.queries // rows), dtype=jnp.int32)
-    bounds = masking.key_tiles(tile * rows, rows, columns)
-    return _segment_tiles(bounds, _extent(query_segments, rows), _extent(key_segments, columns), len(tile))
+    place = jnp.arange(-(-masking.queries // rows), dtype=jnp.int32) * rows
+    bounds = masking.key_tiles(place, rows, columns)
+    return _segment_tiles(bounds, _extent(query_segments, rows), _extent(key_segments, columns))
 
 
 def segment_query_tiles(
     masking: Masking, query_segments: jax.Array, key_segments: jax.Array, rows: int, columns: int
 ) -> jax.Array:
     """`Masking.query_tiles` of every key tile, with segments: (batch, key tiles, 4), int32."""
-    tile = jnp.arange(-(-masking.keys // columns), dtype=jnp.int32)
-    bounds = masking.query_tiles(tile * columns, columns, rows)
-    return _segment_tiles(bounds, _extent(key_segments, columns), _extent(query_segments, rows), len(tile))
+    place = jnp.arange(-(-masking.keys // columns), dtype=jnp.int32) * columns
+    bounds = masking.query_tiles(place, columns, rows)
+    return _segment_tiles(bounds, _extent(key_segments, columns), _extent(query_segments, rows))
 
 
 def padded_segments(segments: jax.Array, multiple: int) -> jax.Array:
@@ -182,7 +182,8 @@ def _extent(segments: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     return tiles.min(-1), tiles.max(-1)
 
 
-def _segment_tiles(bounds: TileRange, own: Sequence[jax.Array], other: Sequence[jax.Array], count: int) -> jax.Array:
+def _segment_tiles(bounds: TileRange, own: Sequence[jax.Array], other: Sequence[jax.Array]) -> jax.Array:
+    count = own[0].shape[1]
     first, full_first, full_last, last = (jnp.broadcast_to(jnp.asarray(b), (count,))[None, :, None] for b in bounds)
     own_low, own_high = (value[:, :, None] for value in own)
     other_low, other_high = (value[:, None, :] for value in other)

@@ -37,13 +37,11 @@ class Scores:
     """The forward pass's arithmetic on a tile of 64 queries by `columns` keys, in the accumulators' layout.
 
     extras: references to the arrays of `Extras`, padded to whole tiles.
-    short_masks: see `ForwardConfig`.
     """
 
     problem: Problem
     columns: int
     extras: dict[str, Any]
-    short_masks: bool = False
 
     @property
     def factor(self) -> float:
@@ -77,12 +75,15 @@ class Scores:
         side: Side | None = None,
     ) -> jax.Array:
         """The scores, -inf where hidden. segments: those of the tile's queries and of its keys."""
-        if self.short_masks and segments is None:
+        if segments is None:
             return self._within_bounds(scores, row, column, side)
-        rows, columns = self._places(row, column)
-        own = () if segments is None else (lax.broadcast_in_dim(v, scores.shape, (i,)) for i, v in enumerate(segments))
-        seen = self.problem.masking.visible(rows, columns, *own, tile=self.columns, side=side)
-        return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
+        places = (
+            plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=plgpu.Layout.WGMMA) + start
+            for axis, start in enumerate((row, column))
+        )
+        own = (lax.broadcast_in_dim(numbers, scores.shape, (axis,)) for axis, numbers in enumerate(segments))
+        seen = self.problem.masking.visible(*places, *own, tile=self.columns, side=side)
+        return jnp.where(seen, scores, -jnp.inf)
 
     def _within_bounds(self, scores: jax.Array, row: Any, column: Any, side: Side | None) -> jax.Array:
         """`masked`, by comparing columns in the tile, which are constants, with bounds that are computed once a row."""
@@ -115,9 +116,3 @@ class Scores:
             return weights
         kept = load_bits(self.extras["kept"], (batch, head), (row, column), (64, self.columns))
         return jnp.where(kept, weights, 0.0)
-
-    def _places(self, row: Any, column: Any) -> tuple[jax.Array, jax.Array]:
-        shape, layout = (64, self.columns), plgpu.Layout.WGMMA
-        rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-        columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-        return rows + row, columns + column

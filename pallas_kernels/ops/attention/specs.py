@@ -12,17 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.ops.attention.api import attention
+from pallas_kernels.ops.attention.arguments import Options
 from pallas_kernels.ops.attention.backward.config import backward_candidates
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.few_queries import pack, packed, unpack
 from pallas_kernels.ops.attention.forward.config import forward_candidates, known
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.head_tiles import widened
-from pallas_kernels.ops.attention.problem import Extras, Problem, facts_of, masking_of, problem_of, segments_of
+from pallas_kernels.ops.attention.problem import Problem, extras_of, facts_of, masking_of
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.spec_builders import arg_spec, backward_passes, call_name, calls, traffic, variants
 from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, ErrorBound, Fill, OpSpec
 
+_OPERANDS = ("query", "key", "value")
 _WORDS = {"is_causal": "causal", "dropout_rate": "dropout"}
 
 
@@ -99,7 +101,7 @@ def _flops(arguments: Arguments, phase: str) -> int:
     is_shape = segments is not None and not isinstance(segments, jax.Array | np.ndarray | tuple)
     documents = DOCUMENTS if is_shape else 1
     lengths = (queries // documents, keys // documents)
-    masking = masking_of(*lengths, bool(arguments.get("is_causal")), arguments.get("window"), has_segments=False)
+    masking = masking_of(*lengths, replace(_options(arguments), segment_ids=None))
     if segments is not None and documents == 1:
         pairs = _segment_pairs(segments, masking)
     else:
@@ -115,7 +117,7 @@ def _out_bytes(arguments: Arguments) -> int:
 
 
 def _segment_pairs(segments: Any, masking: Any) -> int:
-    own, other = (np.asarray(array) for array in segments_of(segments))
+    own, other = (np.asarray(array) for array in Options(segment_ids=segments).segments or ())
     column = np.arange(masking.keys)
     return sum(
         int((np.asarray(masking.visible(row, column)) & (theirs == segment)).sum())
@@ -124,28 +126,20 @@ def _segment_pairs(segments: Any, masking: Any) -> int:
     )
 
 
-_NAMES = ("bias", "mask", "is_causal", "scale", "window", "segment_ids", "softcap", "dropout_rate", "dropout_key")
-_NAMES += ("dropout_mask", "mask_value", "sinks")
+def _options(arguments: Mapping[str, Any]) -> Options:
+    return Options(**{name: each for name, each in arguments.items() if name not in _OPERANDS})
 
 
-def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    given: dict[str, Any] = {name: arguments.get(name) for name in _NAMES}
-    given |= {"is_causal": bool(given["is_causal"]), "dropout_rate": given["dropout_rate"] or 0.0}
-    return {**given, "deterministic": arguments.get("deterministic", True)}
-
-
-def _problem(arguments: Mapping[str, Any]) -> tuple[Problem, Extras]:
-    return problem_of(arguments["query"], arguments["key"], arguments["value"], **_options(arguments))
-
-
-def _described(arguments: Mapping[str, Any]) -> Problem:
-    """The launch of arguments that may be shapes alone."""
-    return packed(facts_of(arguments["query"], arguments["key"], arguments["value"], **_options(arguments)))
+def _problem(arguments: Mapping[str, Any]) -> Problem:
+    """The facts of arguments that may be shapes alone."""
+    query, key, value = (arguments[name] for name in _OPERANDS)
+    return facts_of(query, key, value, _options(arguments))
 
 
 def _forward(*, query, key, value, config=None, **others):
-    problem, extras = _problem({"query": query, "key": key, "value": value, **others})
-    wide = packed(problem)
+    arguments = {"query": query, "key": key, "value": value, **others}
+    problem = _problem(arguments)
+    wide, extras = packed(problem), extras_of(problem, _options(arguments))
     wide, (query, key, value) = widened(wide, pack(query, wide.heads), key, value)
     out, _ = attention_forward(query, key, value, extras, problem=wide, config=config)
     return (unpack(out[..., : problem.value_size], problem.heads),)
@@ -154,8 +148,8 @@ def _forward(*, query, key, value, config=None, **others):
 def _backward(*, cotangents, config=None, **arguments):
     """dout stands for the output. The work is the same."""
     query, key, value = (arguments[name] for name in _OPERANDS)
-    problem, extras = _problem(arguments)
-    wide = packed(problem)
+    problem = _problem(arguments)
+    wide, extras = packed(problem), extras_of(problem, _options(arguments))
     query, dout = (pack(array, wide.heads) for array in (query, *cotangents))
     lse = stand_in_lse(query, key)
     wide, (query, key, value, dout) = widened(wide, query, key, value, dout)
@@ -182,7 +176,8 @@ _VIT_B, _VIT_H, _SIGLIP = (12, 12, 64), (16, 16, 80), (16, 16, 72)
 _GPT_2, _BERT_LARGE, _GPT_OSS = (12, 12, 64), (16, 16, 64), (64, 8, 64)
 """Query heads, key heads, and columns of a head."""
 
-_OPERANDS = ("query", "key", "value")
+_HALF: dict[str, Any] = {"dropout_rate": 0.5}
+
 _READ = (*_OPERANDS, "mask", "bias", "dropout_mask")
 
 ATTENTION = OpSpec(
@@ -197,19 +192,7 @@ ATTENTION = OpSpec(
         _call(1, 16, 24, 2, 1, 64),
         _call(1, 72, 136, 1, 1, 64, is_causal=True, window=(60, 0), softcap=5.0),
         _call(1, 24, 24, 1, 1, 64, dtype="float16", bias=(24, 24), documents=2, dropout_rate=0.25),
-        _call(
-            1,
-            24,
-            40,
-            2,
-            1,
-            64,
-            dropout_mask=(1, 2, 24, 40),
-            dropout_rate=0.5,
-            is_causal=True,
-            mask=(40,),
-            mask_value=-1e9,
-        ),
+        _call(1, 24, 40, 2, 1, 64, **_HALF, dropout_mask=(1, 2, 24, 40), is_causal=True, mask=(40,), mask_value=-1e9),
         _call(1, 24, 24, 2, 2, 80, is_causal=True, tags="test ragged"),  # in tiles of 96
         _call(1, 24, 72, 2, 1, 192, value_size=128, sinks=True, is_causal=True),
         _call(1, 16, 16, 1, 1, 288, tags="test ragged"),
@@ -260,16 +243,16 @@ ATTENTION = OpSpec(
                 4,
                 2,
                 128,
+                **_HALF,
                 dropout_mask=(2, 1, 300, 500),
-                dropout_rate=0.5,
+                mask=(500,),
                 dtype="float16",
                 mask_value=-9.0,
-                mask=(500,),
             ),
             _call(
-                2, 301, 301, 2, 1, 128, window=(9, 0), documents=3, mask_value=-1e9, bias=(2, 301, 301), mask=(301, 301)
+                2, 301, 301, 2, 1, 128, window=(9, 0), documents=3, bias=(2, 301, 301), mask=(301, 301), mask_value=-1e9
             ),
-            _call(1, 200, 333, 2, 1, 256, dropout_mask=(200, 1), dropout_rate=0.5, mask=(200, 1), mask_value=-1e9),
+            _call(1, 200, 333, 2, 1, 256, **_HALF, dropout_mask=(200, 1), mask=(200, 1), mask_value=-1e9),
             # Few queries, and short sequences.
             _call(2, 5, 8192, 8, 2, 128),  # forward by the kernel of decoding
             _call(2, 1, 1000, *_VIT_B),
@@ -340,10 +323,10 @@ ATTENTION = OpSpec(
     backward_traffic=traffic(read=(*_READ, "out", "out"), written=_OPERANDS, out=_out_bytes),
     backward=backward_passes(mosaic=_backward),
     variants=variants(
-        (_forward, lambda arguments: forward_candidates(_described(arguments))),
-        (_backward, lambda arguments: backward_candidates(_described(arguments))),
+        (_forward, lambda arguments: forward_candidates(packed(_problem(arguments)))),
+        (_backward, lambda arguments: backward_candidates(packed(_problem(arguments)))),
     ),
     flops=_flops,
-    tuned_key=lambda arguments: known(_described(arguments)),
+    tuned_key=lambda arguments: known(packed(_problem(arguments))),
     tuned_phases=("forward", "backward"),
 )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops.decode_attention.config import HEAD_SIZES
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import ScoreRule
 from pallas_kernels.ops.decode_attention.reference import appended, decode_attention_reference
@@ -17,7 +18,6 @@ from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_a
 from pallas_kernels.primitives.settings import usual_promotion
 
 DTYPES = ("bfloat16", "float16")
-HEAD_SIZES = (64, 96, 128, 192, 256)
 MOST_TOKENS = 8
 _MOST_LENGTH = jnp.iinfo(jnp.int32).max
 
@@ -85,21 +85,16 @@ def decode_attention(
     query, key_cache, value_cache, lengths = as_arrays(
         "decode_attention", query=query, key_cache=key_cache, value_cache=value_cache, lengths=lengths
     )
-    scale = None if scale is None else finite_number("decode_attention", "scale", scale)
-    window = None if window is None else static_integer("decode_attention", "window", window)
-    softcap = None if softcap is None else positive_number("decode_attention", "softcap", softcap)
     (page_table,) = optional_arrays("decode_attention", page_table=page_table)
     new_key, new_value = optional_arrays("decode_attention", new_key=new_key, new_value=new_value)
-    _check(query, key_cache, value_cache, lengths, page_table, window)
-    new = _checked_new(query, key_cache, new_key, new_value)
+    _check(query, key_cache, value_cache, lengths, page_table, new_key, new_value)
     keys = key_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
-    # A window that hides nothing is left out, however large.
-    window = None if window is not None and window >= keys else window
+    rule = _checked_rule(query.shape[3], keys, scale, window, softcap)
+    new = None if new_key is None or new_value is None else (new_key, new_value)
     if jnp.iinfo(lengths.dtype).max > _MOST_LENGTH:  # larger numbers would overflow int32
         lengths = jnp.clip(lengths, 0, keys)
     lengths = lengths.astype(jnp.int32)
     page_table = None if page_table is None else page_table.astype(jnp.int32)
-    rule = ScoreRule(scale=query.shape[-1] ** -0.5 if scale is None else scale, window=window, softcap=softcap)
     support = {"mosaic": partial(mosaic_unsupported, query, key_cache, page_table), "xla": lambda: None}
     chosen = choose("decode_attention", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or query.size == 0 or key_cache.size == 0 or (page_table is not None and page_table.size == 0):
@@ -108,8 +103,8 @@ def decode_attention(
     if new is None or not jax.typeof(operands[0]).manual_axis_type.varying:
         return _mosaic(rule, *operands)  # pyright: ignore
     # Under jax.shard_map(check_vma=True), jax 0.11.2 accepts no references: XLA writes into the caches.
-    query, *caches, lengths, page_table, (key, value) = operands  # pyright: ignore
-    caches = [appended(caches[0], key, lengths, page_table), appended(caches[1], value, lengths, page_table)]
+    query, *caches, lengths, page_table, new = operands  # pyright: ignore
+    caches = [appended(cache, each, lengths, page_table) for cache, each in zip(caches, new or (), strict=True)]
     return _mosaic(rule, query, *caches, lengths, page_table, None), *caches  # pyright: ignore
 
 
@@ -128,9 +123,24 @@ def mosaic_unsupported(query: jax.Array, key_cache: jax.Array, page_table: jax.A
     return mosaic_gpu_unsupported()
 
 
-def _check(query, key_cache, value_cache, lengths, page_table, window) -> None:
+def _checked_rule(size: int, keys: int, scale: Any, window: Any, softcap: Any) -> ScoreRule:
+    scale = size**-0.5 if scale is None else finite_number("decode_attention", "scale", scale)
+    softcap = None if softcap is None else positive_number("decode_attention", "softcap", softcap)
+    if window is not None:
+        window = static_integer("decode_attention", "window", window)
+        if window < 0:
+            raise ValueError(f"decode_attention: window must not be negative, got {window}; None is no window.")
+    # A window that hides nothing is left out, however large.
+    return ScoreRule(scale=scale, window=None if window is not None and window >= keys else window, softcap=softcap)
+
+
+def _check(query, key_cache, value_cache, lengths, page_table, new_key, new_value) -> None:
+    """Raises TypeError or ValueError where arguments do not fit together."""
+    if (new_key is None) != (new_value is None):
+        raise ValueError("decode_attention: new_key and new_value must be given together.")
     arrays = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
-    for name, array in arrays.items():
+    new = {} if new_key is None else {"new_key": new_key, "new_value": new_value}
+    for name, array in {**arrays, **new}.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"decode_attention: {name} must be floating, got {array.dtype.name}; cast it first.")
         if array.dtype != query.dtype:
@@ -140,71 +150,49 @@ def _check(query, key_cache, value_cache, lengths, page_table, window) -> None:
             )
         if array.ndim != 4:
             raise ValueError(f"decode_attention: {name} must have four dimensions, got shape {array.shape}.")
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise TypeError(f"decode_attention: lengths must be integers, got {lengths.dtype.name}.")
-    batch, _, heads, head_size = query.shape
-    if not head_size:
-        raise ValueError(f"decode_attention: query must be (B, T, N, D) with a head size D, got {query.shape}.")
-    if key_cache.shape != value_cache.shape:
-        raise ValueError(
-            f"decode_attention: key_cache {key_cache.shape} and value_cache {value_cache.shape} must be of one shape."
-        )
-    if key_cache.shape[3] != head_size or (page_table is None and key_cache.shape[0] != batch):
-        raise ValueError(
-            f"decode_attention: key_cache must be (B, S, K, D) with B and D of query {query.shape}, got "
-            f"{key_cache.shape}."
-        )
-    if key_cache.shape[2] == 0 or heads % key_cache.shape[2]:
-        raise ValueError(
-            f"decode_attention: query's {heads} heads must be a multiple of key_cache's {key_cache.shape[2]} heads."
-        )
-    if lengths.shape != (batch,):
-        raise ValueError(f"decode_attention: lengths must be one value a sequence, ({batch},), got {lengths.shape}.")
-    if page_table is not None:
-        if not key_cache.shape[0] and page_table.size:
-            raise ValueError(f"decode_attention: key_cache must have a page for page_table, got {key_cache.shape}.")
-        if not jnp.issubdtype(page_table.dtype, jnp.integer):
-            raise TypeError(f"decode_attention: page_table must be integers, got {page_table.dtype.name}.")
-        if page_table.ndim != 2 or page_table.shape[0] != batch:
-            raise ValueError(
-                f"decode_attention: page_table must be (B, pages of a sequence) with B = {batch}, got "
-                f"{page_table.shape}."
-            )
-    if window is not None and window < 0:
-        raise ValueError(f"decode_attention: window must not be negative, got {window}; None is no window.")
-
-
-def _checked_new(query, key_cache, new_key, new_value) -> tuple[jax.Array, jax.Array] | None:
-    if (new_key is None) != (new_value is None):
-        raise ValueError("decode_attention: new_key and new_value must be given together.")
-    if new_key is None or new_value is None:
-        return None
-    shape = (*query.shape[:2], *key_cache.shape[2:])
-    for name, array in {"new_key": new_key, "new_value": new_value}.items():
-        if array.dtype != query.dtype:
-            raise TypeError(
-                f"decode_attention: {name} must have query's dtype {query.dtype.name}, got {array.dtype.name}; cast it "
-                "first."
-            )
-        if array.shape != shape:
-            raise ValueError(f"decode_attention: {name} must be one entry a token, {shape}, got {array.shape}.")
-    return new_key, new_value
+    for name, array in {"lengths": lengths, "page_table": page_table}.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"decode_attention: {name} must be integers, got {array.dtype.name}.")
+    (batch, tokens, heads, size), (entries, _, key_heads, key_size) = query.shape, key_cache.shape
+    is_paged = page_table is not None
+    expected = [
+        (size > 0, f"query must be (B, T, N, D) with a head size D, got {query.shape}"),
+        (
+            key_cache.shape == value_cache.shape,
+            f"key_cache {key_cache.shape} and value_cache {value_cache.shape} must be of one shape",
+        ),
+        (
+            key_size == size and (is_paged or entries == batch),
+            f"key_cache must be (B, S, K, D) with B and D of query {query.shape}, got {key_cache.shape}",
+        ),
+        (
+            key_heads > 0 and heads % max(1, key_heads) == 0,
+            f"query's {heads} heads must be a multiple of key_cache's {key_heads} heads",
+        ),
+        (lengths.shape == (batch,), f"lengths must be one value a sequence, ({batch},), got {lengths.shape}"),
+        (
+            not is_paged or entries > 0 or not page_table.size,
+            f"key_cache must have a page for page_table, got {key_cache.shape}",
+        ),
+        (
+            not is_paged or (page_table.ndim == 2 and page_table.shape[0] == batch),
+            f"page_table must be (B, pages of a sequence) with B = {batch}, got {is_paged and page_table.shape}",
+        ),
+    ]
+    shape = (batch, tokens, key_heads, size)
+    expected += [
+        (array.shape == shape, f"{name} must be one entry a token, {shape}, got {array.shape}")
+        for name, array in new.items()
+    ]
+    for fits, words in expected:
+        if not fits:
+            raise ValueError(f"decode_attention: {words}.")
 
 
 def _xla(rule: ScoreRule, query, key_cache, value_cache, lengths, page_table, new) -> Any:
     new_key, new_value = new or (None, None)
-    return decode_attention_reference(
-        query,
-        key_cache,
-        value_cache,
-        lengths,
-        scale=rule.scale,
-        window=rule.window,
-        softcap=rule.softcap,
-        page_table=page_table,
-        new_key=new_key,
-        new_value=new_value,
-    )
+    others = {"page_table": page_table, "new_key": new_key, "new_value": new_value}
+    return decode_attention_reference(query, key_cache, value_cache, lengths, **vars(rule), **others)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

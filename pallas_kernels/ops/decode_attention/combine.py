@@ -119,23 +119,15 @@ class Finish:
         plgpu.copy_smem_to_gmem(self.leaving.at[pl.ds(0, rows)], self.outputs[0].at[place])
 
 
-def combine(
-    partial: jax.Array,
-    statistics: jax.Array,
-    *,
-    tokens: int,
-    group: int,
-    head_size: int,
-    factor: float,
-    dtype: jnp.dtype,
-) -> jax.Array:
-    """Returns (B, tokens, heads, head_size) of `dtype`; zeros where no key was seen.
+def combine(plan: Plan, partial: jax.Array, statistics: jax.Array) -> jax.Array:
+    """Returns the output, (B, T, N, D); zeros where no key was seen.
 
     partial: (parts, B, K, rows, head size rounded up to 128) float32, sums of weighted values. statistics: (parts, 2,
     B, K, at least rows) float32, maxima of scores and sums of weights. Row t * group + g has token t and head g of the
-    group. factor: see `ScoreRule.factor`.
+    group.
     """
-    parts, batch, heads, _, width = partial.shape
+    (parts, batch, heads, _, width), group, factor = partial.shape, plan.group, plan.scores.factor
+    tokens, head_size, dtype = plan.tokens, plan.head_size, plan.dtype
 
     def decode_attention_combine(partial_ref, statistics_ref, out_ref, *buffer):
         sequence, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))

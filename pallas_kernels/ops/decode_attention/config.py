@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from pallas_kernels.primitives.hopper import SHARED_BYTES
 
+HEAD_SIZES = (64, 96, 128, 192, 256)
+"""Columns of the heads that the kernel takes."""
 ROWS = 64
 """Rows of a product of the tensor cores."""
 TILE_KEYS = 64

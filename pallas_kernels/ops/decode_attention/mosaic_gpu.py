@@ -56,9 +56,7 @@ def decode_forward(
     hold them.
     """
     batch, tokens, heads, head_size = query.shape
-    keys, kv_heads = key_cache.shape[1:3]
-    if page_table is not None:
-        keys *= page_table.shape[1]
+    keys, kv_heads = key_cache.shape[1] * (1 if page_table is None else page_table.shape[1]), key_cache.shape[2]
     cores = target_device().core_count
     if config is None:
         config = default_config(sequences=batch * kv_heads, keys=keys, head_size=head_size, cores=cores)
@@ -82,8 +80,7 @@ def decode_forward(
     if plan.rows != rows:
         grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, plan.rows - rows), (0, 0)))
     indices = [lengths] if page_table is None else [lengths, page_table]
-    launch = _kernel(plan, cores)
-    caches = (key_cache, value_cache)
+    launch, caches = _kernel(plan, cores), (key_cache, value_cache)
     if new is None:
         outputs = launch(grouped, *caches, (), indices)
     else:
@@ -94,11 +91,7 @@ def decode_forward(
             return launch(query, *references, new, indices), [jax.freeze(reference) for reference in references]
 
         outputs, caches = extended(grouped, caches, new, indices)
-    if plan.is_direct:
-        (out,) = outputs
-    else:
-        static = {"tokens": tokens, "group": plan.group, "head_size": head_size}
-        out = combine(*outputs, **static, factor=scores.factor, dtype=query.dtype)
+    out = outputs[0] if plan.is_direct else combine(plan, *outputs)
     out = varying_like(out, query, key_cache, value_cache, *indices)
     return (out,) if new is None else (out, *caches)
 

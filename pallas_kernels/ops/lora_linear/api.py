@@ -10,16 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops._products.checks import (
-    check_bias,
-    check_operands,
-    check_weight,
-    linear_unsupported,
-)
+from pallas_kernels.ops._products.checks import check_bias, check_operands, check_weight, linear_unsupported
 from pallas_kernels.ops._products.norm import as_rows
-from pallas_kernels.ops.lora_linear.config import is_preferred
-from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
-from pallas_kernels.ops.lora_linear.mosaic_gpu_vjp import lora_linear_backward
+from pallas_kernels.ops.lora_linear.config import preferred
+from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_backward, lora_linear_forward
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
@@ -89,12 +83,8 @@ def lora_linear(
     alpha = finite_number("lora_linear", "alpha", alpha)
     rows, rank = as_rows(x), a.shape[1]
     support = {"mosaic": partial(mosaic_unsupported, x, w, rank, bias), "xla": lambda: None}
-    chosen = choose(
-        "lora_linear",
-        implementation,
-        support,
-        preferred=lambda: ("mosaic",) if is_preferred(rows.shape[0], w.shape[1], w.shape[0], rank) else (),
-    )
+    untuned = partial(preferred, rows.shape[0], w.shape[1], w.shape[0], rank)
+    chosen = choose("lora_linear", implementation, support, preferred=untuned)
     if chosen == "xla" or x.size == 0 or w.size == 0 or rank == 0:
         return lora_linear_reference(x, w, a, b, alpha=alpha, bias=bias)
     operands = varying_alike((rows, w, a, b, bias))
@@ -119,19 +109,16 @@ def _check(x: jax.Array, w: jax.Array, a: jax.Array, b: jax.Array, bias: jax.Arr
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _lora_mosaic(
-    alpha: float, x: jax.Array, w: jax.Array, a: jax.Array, b: jax.Array, bias: jax.Array | None
-) -> jax.Array:
+def _lora_mosaic(alpha: float, x, w, a, b, bias) -> jax.Array:
     return lora_linear_forward(x, w, a, b, bias, alpha=alpha)
 
 
-def _mosaic_fwd(alpha, x, w, a, b, bias):
-    return lora_linear_forward(x, w, a, b, bias, alpha=alpha), (x, w, a, b, bias)
+def _mosaic_fwd(alpha, *operands):
+    return lora_linear_forward(*operands, alpha=alpha), operands
 
 
-def _mosaic_bwd(alpha, saved, dy):
-    x, w, a, b, bias = saved
-    return lora_linear_backward(x, w, a, b, bias, dy, alpha=alpha)
+def _mosaic_bwd(alpha, operands, dy):
+    return lora_linear_backward(*operands, dy, alpha=alpha)
 
 
 _lora_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pallas_kernels.ops._products.norm import as_rows
 from pallas_kernels.ops._products.specs import epilogue, product_call, result_bytes, rows_of, weight
 from pallas_kernels.ops.lora_linear.api import lora_linear
-from pallas_kernels.ops.lora_linear.mosaic_gpu_vjp import lora_linear_backward
+from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_backward
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
 from pallas_kernels.spec_builders import backward_passes, gradients_of, traffic
 from pallas_kernels.specs import Arguments, OpSpec, array_bytes

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.gpu.attention_mgpu import TuningConfig
 from jax.experimental.pallas.ops.gpu.attention_mgpu import attention as mosaic_attention
 
+from pallas_kernels.ops.attention.arguments import Options
 from pallas_kernels.ops.attention.cudnn import cudnn_attention
 from pallas_kernels.specs import plain
 from pallas_kernels.testing import Case
@@ -64,7 +65,7 @@ def cudnn(query, key, value, *, is_causal=False, window=None, segment_ids=None, 
     if segment_ids is not None:
         mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
         return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=is_causal, implementation="cudnn")
-    return cudnn_attention(query, key, value, bias=bias, is_causal=is_causal, window=window)
+    return cudnn_attention(query, key, value, Options(bias=bias, is_causal=is_causal, window=window))
 
 
 def decode_attention(query, key_cache, value_cache, lengths, *, scale=None):

@@ -88,18 +88,12 @@ def columns_at_once(size: int) -> int:
 def is_plain(problem: Problem) -> bool:
     """Whether queries see all keys, or all up to their own place, and no feature takes registers."""
     masking = problem.masking
-    return not features_of(problem) and masking.left is None and masking.right in (None, 0)
-
-
-def features_of(problem: Problem) -> int:
-    """The number of softcap, dropout, segments, mask and bias, each of which takes registers."""
-    features = (problem.softcap, problem.dropout_rate, problem.masking.has_segments, problem.has_mask, problem.has_bias)
-    return sum(map(bool, features))
+    return not problem.features and masking.left is None and masking.right in (None, 0)
 
 
 def usual_two(problem: Problem) -> BackwardConfig:
     """Two kernels with as many keys and queries a block as there are registers for."""
-    size, features = problem.head_size, features_of(problem)
+    size, features = problem.head_size, problem.features
     if size <= 64:
         return BackwardConfig(keys=KeysConfig(stages=3, overlaps=is_plain(problem)), queries=QueriesConfig(slots=6))
     if size <= 128:
@@ -164,14 +158,12 @@ _STEP_OF_ONE = {64: 5.5, 96: 6.3, 128: 6.3}
 """The same in one kernel by head size: five products, and adding a share."""
 _LEAST_OF_ONE = 480
 """The shortest length at which one kernel was measured."""
-_CHAIN = {True: 14.0, False: 6.3}
-"""Causal or not: the time after which a block adds to a sum that its neighbour has added to, so long as all wait."""
+_CHAIN = 14.0
+"""The time after which a block adds to a sum that its neighbour has added to, so long as all wait."""
 _SUMS = {True: 12.0, False: 30.0}
 """Causal or not: the time of XLA's kernels around one kernel, which prepare rows, less what runs beside them."""
 _PARTS, _PART_OF_A_KEY = 6.0, 3e-4
 """Of XLA's kernel that adds up parts: its launch, and a part of a key and its value."""
-_ONE_WARPGROUP = 1.3
-"""Time of a query row of one warpgroup, relative to two."""
 
 
 def keys_cost(problem: Problem, config: KeysConfig) -> float:
@@ -185,7 +177,7 @@ def keys_cost(problem: Problem, config: KeysConfig) -> float:
     costs = [step * (tile.last - tile.first) for tile in tiles]
     cost = launch_cost(costs, problem.batch * problem.key_heads * config.parts)
     if config.adds_dquery:
-        chain = _CHAIN[masking.is_causal] * sum(tile.last > tile.first for tile in tiles)
+        chain = _CHAIN * sum(tile.last > tile.first for tile in tiles)
         cost = max(cost, chain if problem.deterministic else 0) + _SUMS[masking.is_causal]
     if config.parts > 1:
         cost += _PARTS + _PART_OF_A_KEY * problem.batch * problem.key_heads * masking.keys * (config.parts + 1)
@@ -195,7 +187,7 @@ def keys_cost(problem: Problem, config: KeysConfig) -> float:
 def queries_cost(problem: Problem, config: QueriesConfig) -> float:
     """The estimated time of the kernel of dquery."""
     masking = problem.masking
-    step = 3 * config.columns / 64 * (_ONE_WARPGROUP / 2 if config.warpgroups == 1 else 1)
+    step = 3 * config.columns / 64 * config.warpgroups / 2
     rows = range(0, masking.queries, config.rows)
     tiles = [masking.key_tiles(row, config.rows, config.columns) for row in rows]
     return launch_cost([step * max(1, tile.last - tile.first) for tile in tiles], problem.batch * problem.heads)

@@ -28,7 +28,7 @@ from jax import lax
 from pallas_kernels.ops.attention.backward import shares
 from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, WARPGROUPS, KeysConfig, columns_at_once
 from pallas_kernels.ops.attention.backward.keys_launch import Block, Launch, Outputs
-from pallas_kernels.ops.attention.backward.tiles import Inputs, KeyGradients, Tile, kept_scale, not_invariant
+from pallas_kernels.ops.attention.backward.tiles import Inputs, Lane, Tile, added, counted, kept_scale, not_invariant
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.barriers import drain
@@ -40,7 +40,9 @@ Gradients = tuple[jax.Array, ...]
 def produce(block: Block) -> None:
     """Loads the key tile and then the queries that see it; adds the shares of dquery to their sums."""
     launch, scratch, stages = block.launch, block.scratch, block.launch.config.stages
-    place = block.lane.rows(block.first_key, launch.config.columns)
+    parts, lane = launch.config.parts, block.lane
+    lane = lane if parts == 1 else Lane(lane.batch, lax.div(lane.head, parts))
+    place = lane.rows(block.first_key, launch.config.columns)
     scratch.k.load_async(block.inputs.key.at[place], scratch.held)
     scratch.v.load_async(block.inputs.value.at[place], scratch.held)
 
@@ -49,7 +51,7 @@ def produce(block: Block) -> None:
             pl.when(n >= stages)(lambda: plgpu.barrier_wait(scratch.empty.at[lax.rem(n, stages)]))
             load_queries(block, n)
 
-        lax.fori_loop(0, block.steps, one, None)
+        lax.fori_loop(0, counted(launch.problem, block.steps), one, None)
         drain(scratch.empty, stages, block.steps)
 
     if launch.adds:
@@ -188,7 +190,7 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
 
         def loop(start: Any, end: Any, is_masked: bool) -> None:
             if block.visits.has_masked or not is_masked:
-                lax.fori_loop(start, end, lambda n, _: step(n, dk, dv, is_masked=is_masked), None)
+                lax.fori_loop(start, counted(problem, end), lambda n, _: step(n, dk, dv, is_masked=is_masked), None)
 
         loop(0, block.first_steps, not launch.adds)
         if launch.adds and config.overlaps:
@@ -206,12 +208,12 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
     results = pl.run_scoped(all_steps, *sums)
     if launch.adds or not config.shares_keys:
         meet()  # the other warpgroup's products with what the results overwrite are done, too
-    own, place = pl.ds(own_first, WARPGROUP_ROWS), block.lane.result_rows(block.first_key + own_first, WARPGROUP_ROWS)
+    own, place = pl.ds(own_first, WARPGROUP_ROWS), block.lane.rows(block.first_key + own_first, WARPGROUP_ROWS)
     stored = []
     if has_dkey:
-        stored.append((scratch.k.at(rows=own), results[0], problem.scale, block.outputs.gradients.dkey))
+        stored.append((scratch.k.at(rows=own), results[0], problem.scale, block.outputs.dkey))
     if has_dvalue:
-        stored.append((scratch.v.at(rows=own), results[-1], kept_scale(problem), block.outputs.gradients.dvalue))
+        stored.append((scratch.v.at(rows=own), results[-1], kept_scale(problem), block.outputs.dvalue))
     for tile, values, scale, _ in stored:
         tile.store(values * scale, width=columns_at_once(tile.form.size))
     plgpu.commit_smem()
@@ -267,10 +269,8 @@ def _launched(problem: Problem, inputs: Inputs, *, forms: tuple[TileForm, TileFo
 
     def attention_backward_keys(inputs, *others):
         *results, scratch = others
-        dquery, *gradients, sums = results if launch.adds else (None, *results, None)
-        outputs = Outputs(KeyGradients.of(gradients), dquery, sums)
         warpgroup, number = lax.axis_index("warpgroup"), lax.axis_index("block")
-        block = Block.of(launch, inputs, outputs, scratch, number)
+        block = Block.of(launch, inputs, Outputs.of(launch, results), scratch, number)
 
         def either(own: Callable[[], None], finish: Callable[[jax.Array], None]) -> None:
             """The role in a block with keys, or in the n-th finisher."""
@@ -307,7 +307,9 @@ def _launched(problem: Problem, inputs: Inputs, *, forms: tuple[TileForm, TileFo
         products=problem.products(3 if launch.adds else 2, 2),
         automatic_barriers=launch.automatic_barriers,
     )
-    if not launch.adds:
-        return KeyGradients.summed(kernel(inputs))
-    dquery, *gradients, _ = kernel(inputs)
-    return dquery, *KeyGradients.summed(gradients)
+    results = kernel(inputs)[launch.adds :]  # without the sums
+    if config.parts == 1:
+        return tuple(results)
+    *dquery, both = results
+    each = (half.reshape(*half.shape[:2], -1, config.parts, half.shape[3]) for half in both)
+    return *dquery, *map(added, each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,14 +15,12 @@ from jax import lax
 from pallas_kernels.ops.attention.backward.config import WARPGROUPS, KeysConfig
 from pallas_kernels.ops.attention.backward.tiles import (
     Inputs,
-    KeyGradients,
     Lane,
     Visits,
     block_place,
-    hides_steps,
     segment_tiles,
 )
-from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, hidden
+from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.row_tiles import RowTiles, TileForm, shared
 
@@ -139,9 +138,14 @@ class Launch:
         return self.problem.group // self.config.parts
 
     @property
+    def parts(self) -> int:
+        """Heads of dkey and dvalue in a batch entry: key heads, times the parts of each."""
+        return self.problem.key_heads * self.config.parts
+
+    @property
     def lanes(self) -> int:
-        """Key heads of all batch entries, times the parts of each."""
-        return self.problem.batch * self.problem.key_heads * self.config.parts
+        """Parts of all batch entries."""
+        return self.problem.batch * self.parts
 
     @property
     def query_tiles(self) -> int:
@@ -215,14 +219,17 @@ class Launch:
         return (batch * self.problem.heads + head) * self.query_tiles + query_tile
 
     def results(self, inputs: Inputs) -> list[jax.ShapeDtypeStruct]:
-        """The result types: dkey and dvalue or their parts in one array; with shares, dquery and its sums around."""
-        gradients = KeyGradients.types(inputs.key, inputs.value, self.config.parts)
+        """The result types: with shares the sums and dquery; dkey and dvalue, or one array with the parts of both."""
+        gradients = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (inputs.key, inputs.value)]
+        if self.config.parts > 1:
+            batch, keys, _, size = inputs.key.shape
+            gradients = [jax.ShapeDtypeStruct((2, batch, keys, self.parts, size), inputs.key.dtype)]
         if not self.adds:
             return gradients
         # Sums have whole tiles: with groups of rows TMA does not stop at any query, as it does without.
         whole = (self.problem.batch, self.query_tiles * self.config.rows, self.problem.heads, self.problem.head_size)
         dquery = jax.ShapeDtypeStruct(inputs.query.shape, self.problem.dtype)
-        return [dquery, *gradients, jax.ShapeDtypeStruct(whole, jnp.float32)]
+        return [jax.ShapeDtypeStruct(whole, jnp.float32), dquery, *gradients]
 
     def part_form(self) -> TileForm:
         """The layout of parts of dquery: in panels, as TMA takes rows that are no whole groups of eight."""
@@ -266,17 +273,24 @@ class Launch:
 class Outputs(NamedTuple):
     """References to the results, and to the sums of shares; None for those that the launch does not have."""
 
-    gradients: KeyGradients
-    dquery: Any = None
-    sums: Any = None
+    sums: Any
+    dquery: Any
+    dkey: Any
+    dvalue: Any
+
+    @classmethod
+    def of(cls, launch: Launch, refs: Sequence[Any]) -> Outputs:
+        """The references, of those to `Launch.results`."""
+        sums, dquery, *refs = refs if launch.adds else (None, None, *refs)
+        return cls(sums, dquery, *(refs if launch.config.parts == 1 else (refs[0].at[0], refs[0].at[1])))
 
 
 @dataclass(frozen=True)
 class Block:
     """A running block with keys; all roles use it.
 
-    tile: the number of its key tile. lane: the batch entry and key head; its parts share the group's heads. first_head:
-    of the query heads. first_key: of the key tile. visits: the query tiles that see these keys. first_steps, steps:
+    tile: the number of its key tile. lane: the batch entry, and the key head or a part of it. first_head: of its query
+    heads. first_key: of the key tile. visits: the query tiles that see these keys. first_steps, steps:
     those of the first loop, and all: with shares full tiles come first, else masked ones. turns: a semaphore for each
     query tile, which counts the blocks that have added to its sum.
     """
@@ -310,17 +324,14 @@ class Block:
             turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.batch * problem.heads * launch.query_tiles,)))
         # Under a causal mask the first keys are seen by the most queries.
         tile, lane = block_place(number, tiles=launch.key_tiles, lanes=launch.lanes, waves=launch.waves)
-        lane = Lane.of(lane, problem.key_heads, config.parts)
+        lane = Lane.of(lane, launch.parts)
         if launch.warps_apart:
             tile, lane = lax.optimization_barrier((tile, lane))
         first_key = tile * config.columns
         tiles = segment_tiles(inputs.extras, lane.batch, tile)
         tiles = tiles or launch.problem.masking.query_tiles(first_key, config.columns, launch.config.rows)
-        hides = not launch.adds and hides_steps(
-            problem, launch.form, launch.problem.masking.queries, launch.config.rows
-        )
-        visits = Visits(tiles=hidden(tiles) if hides else tiles)
-        first_head = lane.first_query_head(problem.group, launch.heads)
+        visits = Visits(tiles=tiles)
+        first_head = lane.head * launch.heads
         first_steps = launch.heads * (visits.full if launch.adds else visits.masked)
         steps = launch.heads * visits.full + launch.heads * visits.masked
         places = (tile, lane, first_head, first_key)

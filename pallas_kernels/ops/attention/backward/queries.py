@@ -10,7 +10,7 @@ Where it can add up dquery, too (`config.can_be_one`), and that takes less time,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,18 +27,15 @@ from pallas_kernels.ops.attention.backward.tiles import (
     Tile,
     Visits,
     block_place,
-    hides_steps,
+    counted,
     not_invariant,
     segment_tiles,
 )
-from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, block_kernel, hidden, run_roles
+from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives import compat
 from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.row_tiles import TileForm, multiply_across, multiply_down
-
-_VECTOR = plgpu.Layout.WGMMA.reduce(1)
-"""The layout of one value a query."""
 
 
 class Ring(NamedTuple):
@@ -65,13 +62,6 @@ class Scratch(NamedTuple):
     key_segments: Any
 
 
-class Outputs(NamedTuple):
-    """References to the results of `query_gradients`; None for one that the launch does not return."""
-
-    dquery: Any
-    dscores: Any
-
-
 @dataclass(frozen=True)
 class _Launch:
     """Static facts of a launch; see `query_gradients`."""
@@ -93,24 +83,12 @@ class _Launch:
         return lax.rem(lax.div(n, 2), self.config.slots // 2)
 
     @property
-    def returns_dscores(self) -> bool:
-        """Whether bias has a gradient, of which the kernel returns all parts: it then skips no tile."""
-        return self.problem.has_bias
-
-    @property
     def blocks(self) -> int:
         return pl.cdiv(self.problem.masking.queries, self.config.rows)
 
     @property
     def key_blocks(self) -> int:
         return pl.cdiv(self.problem.masking.keys, self.config.columns)
-
-    @property
-    def hides_steps(self) -> bool:
-        """See `tiles.hides_steps`."""
-        hides = hides_steps(self.problem, self.form, self.problem.masking.keys, self.config.columns)
-        # With one or two steps, a mask and a head size of 128 are enough.
-        return hides or (self.problem.masking.is_causal and self.form.size == 128 and self.key_blocks <= 2)
 
     @property
     def automatic_barriers(self) -> bool:
@@ -142,12 +120,13 @@ class _Launch:
 class _Block:
     """A running block; both roles use it.
 
-    lane: the batch entry and query head. first_query: of the block. visits: the key tiles that its queries see.
+    outputs: references to dquery, and to the gradients of all scores with a bias. lane: the batch entry and query head.
+    first_query: of the block. visits: the key tiles that its queries see.
     """
 
     launch: _Launch
     inputs: Inputs
-    outputs: Outputs
+    outputs: Sequence[Any]
     scratch: Scratch
     lane: Lane
     key_head: Any
@@ -155,7 +134,7 @@ class _Block:
     visits: Visits
 
     @classmethod
-    def of(cls, launch: _Launch, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> _Block:
+    def of(cls, launch: _Launch, inputs: Inputs, outputs: Sequence[Any], scratch: Scratch) -> _Block:
         """The running block, called in the kernel."""
         problem, config, masking = launch.problem, launch.config, launch.problem.masking
         form, value_form = launch.form, launch.value_form
@@ -166,14 +145,14 @@ class _Block:
         # Under a causal mask the last queries see the most keys.
         place, lane = block_place(lax.axis_index("block"), tiles=launch.blocks, lanes=problem.batch * problem.heads)
         tile_index = launch.blocks - 1 - place
-        lane = Lane.of(lane, problem.heads, 1)
+        lane = Lane.of(lane, problem.heads)
         key_head = lax.div(lane.head, problem.group)
         first_query = tile_index * config.rows
         tiles = segment_tiles(inputs.extras, lane.batch, tile_index)
         tiles = tiles or masking.key_tiles(first_query, config.rows, config.columns)
-        if launch.returns_dscores:
+        if problem.has_bias:  # its gradient has all scores'
             tiles = tiles._replace(first=0, last=launch.key_blocks)
-        visits = Visits(tiles=hidden(tiles) if launch.hides_steps else tiles)
+        visits = Visits(tiles=tiles)
         return cls(launch, inputs, outputs, scratch, lane, key_head, first_query, visits)
 
     def produce(self) -> None:
@@ -183,8 +162,9 @@ class _Block:
             place = self.lane.rows(self.first_query + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
             scratch.q.at(warpgroup).load_async(self.inputs.query.at[place], scratch.held.at[warpgroup])
             scratch.do.at(warpgroup).load_async(self.inputs.dout.at[place], scratch.held.at[warpgroup])
-        n = lax.fori_loop(0, visits.masked, self._loader(visits.masked_tile), jnp.int32(0))
-        n = lax.fori_loop(0, visits.full, self._loader(visits.full_tile), n)
+        masked, full = (counted(self.launch.problem, count) for count in (visits.masked, visits.full))
+        n = lax.fori_loop(0, masked, self._loader(visits.masked_tile), jnp.int32(0))
+        n = lax.fori_loop(0, full, self._loader(visits.full_tile), n)
         if self.launch.has_one_ring:
             drain(scratch.k.empty, self.launch.config.slots, n)
             return
@@ -211,21 +191,22 @@ class _Block:
         return step
 
 
-def _row_values(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=_VECTOR, optimized=False)
-
-
 def consume(block: _Block, warpgroup: Any) -> None:
     """Runs a consumer: computes and stores dquery of 64 queries, and what else the launch returns."""
     launch, scratch, lane, extras = block.launch, block.scratch, block.lane, block.inputs.extras
     problem, config, visits = launch.problem, launch.config, block.visits
     first = block.first_query + warpgroup * WARPGROUP_ROWS
+
+    def of_queries(ref: Any, *place: Any) -> jax.Array:
+        own = ref.at[(*place, pl.ds(first, WARPGROUP_ROWS))]
+        return plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
     own_rows = block.inputs.rows.at[lane.batch, lane.head]
-    lse, delta = (_row_values(own_rows.at[i, pl.ds(first, WARPGROUP_ROWS)]) for i in (0, 1))
+    lse, delta = (of_queries(own_rows, i) for i in (0, 1))
     plgpu.barrier_wait(scratch.held.at[warpgroup])
     segments = None
     if scratch.key_segments is not None:
-        segments = _row_values(extras["query_segments"].at[lane.batch, pl.ds(first, WARPGROUP_ROWS)])
+        segments = of_queries(extras["query_segments"], lane.batch)
 
     def release(n: Any) -> None:
         if scratch.key_segments is not None:
@@ -264,9 +245,9 @@ def consume(block: _Block, warpgroup: Any) -> None:
             dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0)
             plgpu.barrier_arrive(scratch.v.empty.at[v_slot])
             dscores = tile.score_gradients(weights, dweights, delta)
-            if block.outputs.dscores is not None:
+            if problem.has_bias:
                 place = (lane.batch, lane.head, pl.ds(first, WARPGROUP_ROWS), pl.ds(column, config.columns))
-                compat.store(block.outputs.dscores.at[place], dscores)
+                compat.store(block.outputs[1].at[place], dscores)
             dscores = dscores if slope is None else dscores * slope
             multiply_down(dq, dscores.astype(problem.dtype), keys)
             if not config.overlaps:
@@ -277,10 +258,12 @@ def consume(block: _Block, warpgroup: Any) -> None:
 
     def over_keys(dq: Any) -> jax.Array:
         if visits.has_masked:
-            lax.fori_loop(0, visits.masked, lambda n, _: step(n, visits.masked_tile(n), dq, is_masked=True), None)
+            masked = counted(problem, visits.masked)
+            lax.fori_loop(0, masked, lambda n, _: step(n, visits.masked_tile(n), dq, is_masked=True), None)
 
         steps, full_tile = visits.masked + visits.full, lambda n: visits.full_tile(n - visits.masked)
-        lax.fori_loop(visits.masked, steps, lambda n, _: step(n, full_tile(n), dq, is_masked=False), None)
+        end = counted(problem, steps)
+        lax.fori_loop(visits.masked, end, lambda n, _: step(n, full_tile(n), dq, is_masked=False), None)
         result = dq[...]
         if config.overlaps:
             pl.when(steps > 0)(lambda: release(steps - 1))
@@ -293,7 +276,7 @@ def consume(block: _Block, warpgroup: Any) -> None:
         plgpu.commit_smem()  # all of the warpgroup's warps have read
     own.store(dq * problem.scale, width=columns_at_once(launch.form.size))
     plgpu.commit_smem()
-    own.send(block.outputs.dquery.at[lane.rows(first, WARPGROUP_ROWS)])
+    own.send(block.outputs[0].at[lane.rows(first, WARPGROUP_ROWS)])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -305,8 +288,7 @@ def query_gradients(inputs: Inputs, *, problem: Problem, config: QueriesConfig) 
     launch = _Launch(problem, *problem.forms, config)
 
     def attention_backward_queries(inputs, *others):
-        *results, scratch = others
-        outputs = Outputs(results[0], results[1] if launch.returns_dscores else None)
+        *outputs, scratch = others
         warpgroup = lax.axis_index("warpgroup")
         block = _Block.of(launch, inputs, outputs, scratch)
         needs_more = config.warpgroups == 1 or (problem.in_panels and problem.head_size == 96)
@@ -314,7 +296,7 @@ def query_gradients(inputs: Inputs, *, problem: Problem, config: QueriesConfig) 
         run_roles(warpgroup, config.warpgroups, block.produce, lambda: consume(block, warpgroup), registers)
 
     out_type = [jax.ShapeDtypeStruct(inputs.query.shape, problem.dtype)]
-    if launch.returns_dscores:
+    if problem.has_bias:
         shape = (launch.blocks * config.rows, launch.key_blocks * config.columns)
         out_type.append(jax.ShapeDtypeStruct((problem.batch, problem.heads, *shape), jnp.float32))
     # With segments there is no room for sums across warps, and there are none.

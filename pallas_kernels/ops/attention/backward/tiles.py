@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.dense import load_bias, load_bits
+from pallas_kernels.ops.attention.launch import hidden
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.ops.attention.scores import capped
 from pallas_kernels.primitives.exponents import LOG2_E, LOWEST_SCORE
 from pallas_kernels.primitives.platform import target_device
-from pallas_kernels.primitives.row_tiles import TileForm
 
 
 class Inputs(NamedTuple):
@@ -39,71 +39,27 @@ class Inputs(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A head of a batch entry, or one part of its work (`part`, else None). Its blocks read the same arrays."""
+    """A head of a batch entry. Its blocks read the same arrays."""
 
     batch: Any
     head: Any
-    part: Any
 
     @classmethod
-    def of(cls, number: jax.Array, heads: int, parts: int) -> Lane:
-        """The lane with this number, of batch entries with so many heads in so many parts each."""
-        part = None
-        if parts > 1:
-            number, part = lax.div(number, parts), lax.rem(number, parts)
-        return cls(lax.div(number, heads), lax.rem(number, heads), part)
-
-    def first_query_head(self, group: int, heads: int) -> Any:
-        """The first query head of a key head's lane; group: query heads of a key head; heads: those of a lane."""
-        first = self.head * group
-        return first if self.part is None else first + self.part * heads
+    def of(cls, number: jax.Array, heads: int) -> Lane:
+        """The lane with this number, of batch entries with so many heads."""
+        return cls(lax.div(number, heads), lax.rem(number, heads))
 
     def rows(self, first: Any, count: int) -> tuple[Any, ...]:
-        """The place of some of the head's rows in an input."""
+        """The place of some of the head's rows in an array."""
         return self.batch, pl.ds(first, count), self.head
-
-    def result_rows(self, first: Any, count: int) -> tuple[Any, ...]:
-        """Their place in a result, which has a leading axis for the parts if there are several."""
-        place = self.rows(first, count)
-        return place if self.part is None else (self.part, *place)
-
-
-_AXES = 4
-"""Of dkey and dvalue: batch, keys, heads, columns."""
-
-
-class KeyGradients(NamedTuple):
-    """References to dkey and dvalue, which have a leading axis for the parts if there are several."""
-
-    dkey: Any
-    dvalue: Any
-
-    @staticmethod
-    def types(key: jax.Array, value: jax.Array, parts: int) -> list[jax.ShapeDtypeStruct]:
-        """The result types of a kernel: dkey and dvalue, or one array with the parts of both if they are alike."""
-        several = (parts,) if parts > 1 else ()
-        if several and key.shape == value.shape:
-            return [jax.ShapeDtypeStruct((2, parts, *key.shape), key.dtype)]
-        return [jax.ShapeDtypeStruct((*several, *array.shape), array.dtype) for array in (key, value)]
-
-    @classmethod
-    def of(cls, results: list[Any]) -> KeyGradients:
-        """The references, of those to results of `types`."""
-        return cls(*results) if len(results) == 2 else cls(results[0].at[0], results[0].at[1])
-
-    @staticmethod
-    def summed(results: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """dkey and dvalue, of results of `types`."""
-        each = results if len(results) == 2 else results[0]
-        dkey, dvalue = (added(parts) if parts.ndim > _AXES else parts for parts in each)
-        return dkey, dvalue
 
 
 def added(parts: jax.Array) -> jax.Array:
-    """The sum over the first axis, in float32 and then rounded: one elementwise kernel."""
-    whole, *others = parts.astype(jnp.float32)
-    for other in others:
-        whole = whole + other
+    """The sum over the last axis but one, in float32 and then rounded: one elementwise kernel."""
+    wide = parts.astype(jnp.float32)
+    whole = wide[..., 0, :]
+    for i in range(1, parts.shape[-2]):
+        whole = whole + wide[..., i, :]
     return whole.astype(parts.dtype)
 
 
@@ -155,8 +111,8 @@ class Tile:
         if problem.bounds_weights:
             exponents = jnp.minimum(exponents, 0.0)
         if problem.has_mask:
-            hidden = LOWEST_SCORE if problem.mask_value is None else self._along_queries(self._hidden(lse))
-            exponents = jnp.where(self._bits("mask"), exponents, hidden)
+            others = LOWEST_SCORE if problem.mask_value is None else self._along_queries(self._hidden(lse))
+            exponents = jnp.where(self._bits("mask"), exponents, others)
         if seen is not None:
             exponents = jnp.where(seen, exponents, LOWEST_SCORE)
         return jnp.exp2(exponents), slope
@@ -275,20 +231,10 @@ def segment_tiles(extras: Mapping[str, Any], batch: Any, tile: Any) -> TileRange
     return TileRange(*(extras["tiles"][batch, tile, i] for i in range(4)))
 
 
-_SMALL_HEAD, _MANY_STEPS = 128, 8
-
-
-def hides_steps(problem: Problem, form: TileForm, length: int, tile: int) -> bool:
-    """Whether to hide the step count from the compiler, which would unroll a loop of few steps.
-
-    Large heads, and products by panels, leave no registers for that.
-    """
-    masking = problem.masking
-    if form.in_panels:
-        return form.size >= _SMALL_HEAD
-    if masking.is_causal:
-        length = min(masking.queries, masking.keys)
-    return form.size > _SMALL_HEAD and (length < _MANY_STEPS * tile or masking.keys % 64 > 0)
+def counted(problem: Problem, steps: Any) -> Any:
+    """A loop's end: `hidden`, but where a mask has a value, and its second reading takes the registers for that."""
+    is_tight = problem.mask_value is not None and not problem.in_panels and problem.head_size <= 128
+    return steps if is_tight else hidden(steps)
 
 
 def kept_scale(problem: Problem) -> float:

@@ -35,8 +35,6 @@ class ForwardConfig:
     own_output: the output has its own shared memory, so that the next queries need not wait for it to be stored.
     output_parts: parts of the output's columns, stored one after the other through the same shared memory: large heads
         leave no room for all.
-    short_masks: masks compare columns in the tile, which are constants, with bounds that are computed once a row, and
-        at either end of a window only with that end's.
     memory_registers, compute_registers: of a thread of the producer and of a consumer.
     """
 
@@ -47,7 +45,6 @@ class ForwardConfig:
     is_persistent: bool = True
     own_output: bool = False
     output_parts: int = 1
-    short_masks: bool = False
     memory_registers: int = 40
     compute_registers: int = 232
 
@@ -76,7 +73,7 @@ def default_forward(problem: Problem) -> ForwardConfig:
 def _alternatives(problem: Problem, usual: ForwardConfig) -> dict[str, ForwardConfig]:
     """Forms with other numbers of warpgroups, by name."""
     masking, size = problem.masking, problem.head_size
-    if _further(problem) > (masking.left is not None):
+    if problem.features:
         return {}
     found = {}
     fills_one_round = problem.batch * problem.heads * -(-masking.queries // ROWS) <= target_device().core_count
@@ -88,58 +85,40 @@ def _alternatives(problem: Problem, usual: ForwardConfig) -> dict[str, ForwardCo
     if size == 64 and usual.columns == 128 and masking.left is None and is_whole:
         # Queries in registers would spill 96 bytes (144 if no consumer skips tiles, see `Block.skips_tiles`).
         registers = {"memory_registers": 32, "compute_registers": 160}
-        three = replace(usual, warpgroups=3, queries_in_registers=False, short_masks=True, **registers)
-        found["three warpgroups"] = three
+        found["three warpgroups"] = replace(usual, warpgroups=3, queries_in_registers=False, **registers)
     return found
 
 
 def _of_two_warpgroups(problem: Problem) -> ForwardConfig:
-    masking, size, further = problem.masking, problem.head_size, _further(problem)
-    if problem.value_size < size:  # the output has its own shared memory: queries have another layout
-        few = ForwardConfig(columns=64, is_persistent=False, own_output=True)
-        return few if further else ForwardConfig(own_output=True, output_parts=2, short_masks=True)
-    if size > 128:
-        return _of_large_heads(problem)
-    if further > 1:
-        # Each feature holds registers beside a tile's scores.
-        return ForwardConfig(columns=64, is_persistent=False)
-    config = ForwardConfig(own_output=True, queries_in_registers=bool(problem.dropout_rate), short_masks=True)
-    if further or (masking.has_band and not masking.is_causal):
+    """The form of two warpgroups that has registers for the problem's features; each holds some beside the scores."""
+    masking, size, features = problem.masking, problem.head_size, problem.features + (problem.masking.left is not None)
+    is_large, narrows = size > 128, problem.value_size < size
+    few = ForwardConfig(columns=64, is_persistent=False, own_output=narrows)  # which has the layout of values, not keys
+    if features > (not is_large):
+        return few
+    if narrows:
+        return ForwardConfig(own_output=True, output_parts=2)
+    if is_large:
+        if masking.has_band and problem.in_panels and masking.keys <= 2 * few.columns:
+            return few  # masks and panels take too many registers in a loop over query tiles
+        usual = replace(few, is_persistent=True, own_output=True)
+        if size <= 192:
+            return usual
+        registers = {"memory_registers": 24, "compute_registers": 240}
+        return replace(usual, output_parts=2, ping_pong=masking.keys < _KEYS_OF_TURNS, **registers)
+    config = ForwardConfig(own_output=True, queries_in_registers=bool(problem.dropout_rate))
+    if features or (masking.has_band and not masking.is_causal):
         return config
     if masking.keys <= 64:
         return replace(config, columns=64)
     if masking.is_causal:
-        if size > 96:
-            return config
         # Two key tiles in panels of 32 columns leave ptxas no registers for turns.
         takes_turns = not (size == 96 and problem.in_panels and masking.keys <= 2 * config.columns)
-        return replace(config, queries_in_registers=True, short_masks=size > 64, ping_pong=takes_turns)
-    if masking.keys % config.columns or size == 64 or problem.in_panels:
-        return config  # with queries in registers, ptxas has none for a last tile that is not whole, or for panels
-    return replace(config, queries_in_registers=True, ping_pong=masking.keys <= _KEYS_OF_TURNS)
-
-
-def _of_large_heads(problem: Problem) -> ForwardConfig:
-    masking = problem.masking
-    config = ForwardConfig(columns=64, is_persistent=False)
-    if _further(problem):
-        return config
-    config = replace(config, short_masks=True)
-    if masking.has_band and problem.in_panels and masking.keys <= 2 * config.columns:
-        # Masks and panels take too many registers in a loop over query tiles.
-        return config
-    if problem.head_size <= 192:
-        return replace(config, is_persistent=True, own_output=True)
-    registers = {"memory_registers": 24, "compute_registers": 240}
-    takes_turns = masking.keys < _KEYS_OF_TURNS
-    return replace(config, is_persistent=True, own_output=True, output_parts=2, ping_pong=takes_turns, **registers)
-
-
-def _further(problem: Problem) -> int:
-    """The number of features, beside a causal mask, that take registers."""
-    masking = problem.masking
-    things = (problem.has_bias, problem.has_mask, problem.softcap, problem.dropout_rate, masking.has_segments)
-    return sum(map(bool, (*things, masking.left is not None)))
+        return replace(config, queries_in_registers=size <= 96, ping_pong=takes_turns)
+    # With queries in registers, ptxas has none for a last tile that is not whole, or for panels.
+    holds_queries = size > 64 and masking.keys % config.columns == 0 and not problem.in_panels
+    takes_turns = not holds_queries or masking.keys <= _KEYS_OF_TURNS
+    return replace(config, queries_in_registers=holds_queries, ping_pong=takes_turns)
 
 
 def tuned_forward(problem: Problem) -> ForwardConfig:
@@ -187,10 +166,8 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
     }
     usual = _of_two_warpgroups(problem)
     candidates |= {"two warpgroups": usual, **_alternatives(problem, usual)}
-    if not _further(problem):
+    if not problem.features:
         candidates["fewer keys a tile"] = replace(base, columns=64)
-    if problem.masking.has_band and not problem.masking.has_segments:
-        candidates["other masks"] = replace(base, short_masks=not base.short_masks)
     return candidates
 
 

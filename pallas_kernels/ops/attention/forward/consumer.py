@@ -32,12 +32,7 @@ class Consumer:
     def run(self, results: Any) -> None:
         """Computes and stores the output and log-sum-exp of the warpgroup's queries in each of the block's tiles."""
         block, config, problem = self.block, self.block.config, self.block.problem
-        scores = Scores(
-            problem=problem,
-            columns=config.columns,
-            extras=block.extras,
-            short_masks=config.short_masks,
-        )
+        scores = Scores(problem=problem, columns=config.columns, extras=block.extras)
         if "turn" in block.barriers:
             # The first warpgroup's first turn.
             plgpu.barrier_arrive(block.barriers["turn"].at[0], predicate=self.warpgroup == config.warpgroups - 1)
@@ -94,7 +89,7 @@ class Consumer:
             numbers = block.extras["query_segments"].at[batch, pl.ds(row, ROWS)]
             row_segments = plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
-        has_sides = config.short_masks and problem.masking.has_sides(config.rows, config.columns)
+        has_sides = problem.masking.has_sides(config.rows, config.columns)
 
         def seen_scores(index, slot, *, is_masked: bool, wait_n: int, side: Side = "right") -> jax.Array:
             """Waits for the product in `s_ref`, frees the keys' slot, and returns the scores, masked."""
@@ -164,9 +159,7 @@ class Consumer:
         carry = (maximum, total, weights.astype(problem.dtype), factor)
 
         # Steps count from the last key tile: those before `cut` come after the full tiles.
-        steps = last - first
-        if block.hides_steps:
-            steps = hidden(steps)
+        steps = hidden(last - first)
         cut = skipped + 1
         if self._many_masked_after:
             cut = jnp.maximum(last - full_last, 1)

@@ -36,18 +36,6 @@ class Block:
     barriers: dict[str, Any]
 
     @property
-    def hides_steps(self) -> bool:
-        """Whether to hide the step count from LLVM, which would unroll a loop of few steps.
-
-        That takes too many registers in panels, with three consumers, and with large heads in a loop over query tiles.
-        """
-        config, masking = self.config, self.problem.masking
-        has_large_heads = self.problem.head_size > 128 and config.is_persistent
-        has_two = -(-masking.keys // config.columns) == 2
-        is_tight = self.problem.in_panels or config.warpgroups > 2
-        return (is_tight and has_two) or (has_large_heads and (has_two or not masking.has_band))
-
-    @property
     def skips_tiles(self) -> bool:
         """Whether each consumer skips the block's last key tiles that its own queries do not see.
 
@@ -108,9 +96,7 @@ def load_operands(block: Block, q_ref: Any, k_ref: Any, v_ref: Any) -> None:
 
             load("v", v_ref, before + i, place)
 
-        steps = last - first
-        if block.hides_steps:
-            steps = hidden(steps)
+        steps = hidden(last - first)
         lax.fori_loop(jnp.int32(0), steps, step, None)
         return before + steps
 
