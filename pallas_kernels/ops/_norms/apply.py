@@ -88,9 +88,11 @@ def run_norm(
         more = {"returns_total": True} if returns_total else {}
         return reference(x, scale, bias, residual=residual, epsilon=epsilon, rounds_before_scale=rounds, **more)
 
-    def by_kernel(*arrays):
-        y, total = apply_norm(kernels, norm, returns_total, *arrays)  # pyright: ignore[reportGeneralTypeIssues]
-        return y if total is None else (y, total)
+    def by_kernel(x, scale, bias, residual, words):
+        rows = (math.prod(x.shape[:-1]), x.shape[-1])
+        own = x.reshape(rows), scale, bias, None if residual is None else residual.reshape(rows), words
+        y, total = apply_norm(kernels, norm, returns_total, *own)  # pyright: ignore[reportGeneralTypeIssues]
+        return y.reshape(x.shape) if total is None else (y.reshape(x.shape), total.reshape(x.shape))
 
     arrays = (x, scale, bias, residual, words)
     if chosen == "xla" or x.size == 0:
@@ -128,27 +130,18 @@ def apply_norm(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns y and the sum that was normalised; without a residual x, or None if not `returns_total`.
 
-    x: (..., features). words: (2,) uint32, the key of the dropout of x, or None for none. Differentiable: the backward
-    kernel adds the sum's cotangent to the gradient.
+    x, residual: (rows, features). words: (2,) uint32, the key of the dropout of x, or None for none. Differentiable:
+    the backward kernel adds the sum's cotangent to the gradient.
     """
-    y, total, _ = _forward(kernels, norm, x, scale, bias, residual, words, with_statistics=False)
+    given = {"scale": scale, "bias": bias, "residual": residual, "words": words}
+    y, total, _ = kernels.forward(norm, x, **given, with_statistics=False)
     return y, x if total is None and returns_total else total
-
-
-def _forward(kernels, norm, x, scale, bias, residual, words, *, with_statistics):
-    residual = None if residual is None else _rows(residual)
-    options = {"scale": scale, "bias": bias, "residual": residual, "words": words, "with_statistics": with_statistics}
-    y, total, statistics = kernels.forward(norm, _rows(x), **options)
-    return y.reshape(x.shape), None if total is None else total.reshape(x.shape), statistics
-
-
-def _rows(array: jax.Array) -> jax.Array:
-    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
 def _apply_fwd(kernels, norm, returns_total, *arguments):
     x, scale, bias, residual, words = (None if a is None else a.value for a in arguments)
-    y, total, statistics = _forward(kernels, norm, x, scale, bias, residual, words, with_statistics=True)
+    given = {"scale": scale, "bias": bias, "residual": residual, "words": words}
+    y, total, statistics = kernels.forward(norm, x, **given, with_statistics=True)
     normed = x if total is None else total
     # Saved values are arrays, or a structure without any: of the residual only whether there is one.
     saved = (normed, statistics, scale, bias, words, None if residual is None else ())
@@ -164,11 +157,9 @@ def _apply_bwd(kernels, norm, _, saved, cotangents):
         dscale, dbias = (None if a is None else jnp.zeros_like(a) for a in (scale, bias))
     else:
         dy = jnp.zeros_like(total) if dy is None else dy
-        dtotal = None if dtotal is None else _rows(dtotal)
         given = {"scale": scale, "bias": bias, "dtotal": dtotal, "words": words}
-        dtotal, dx, dscale, dbias = kernels.backward(norm, _rows(total), statistics, _rows(dy), **given)
-        dtotal = dtotal.reshape(total.shape)
-        dx = dtotal if dx is None else dx.reshape(total.shape)
+        dtotal, dx, dscale, dbias = kernels.backward(norm, total, statistics, dy, **given)
+        dx = dtotal if dx is None else dx
     return dx, dscale, dbias, None if residual is None else dtotal, None
 
 
