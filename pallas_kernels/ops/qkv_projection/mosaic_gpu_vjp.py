@@ -81,7 +81,9 @@ def qkv_projection_backward(
         ]
     else:
         heads = heads_of(form, given, cotangents, products, has_biases=True)
-        results = launch_heads(heads, tables, size=form.size, is_backward=True, name="qkv_heads_gradient")
+        is_rope = not form.is_normed and not any(each.has_bias for each in heads)
+        name = "rope" if is_rope else "qkv_heads_gradient"
+        results = launch_heads(heads, tables, size=form.size, is_backward=True, name=name)
         dproducts, sums = tuple(each.array for each in results), [each.bias for each in results]
         dscales = [each.scale for each in results[:2]]
     dx, dweights, drow_scale = product_gradients(given.x, given.weights, dproducts, given.row_scale)
