@@ -13,6 +13,7 @@ from products import assert_close, normal, wide
 from pallas_kernels import Rope, qkv_projection, quantize
 from pallas_kernels.ops.qkv_projection.config import HeadForm, candidates
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward
+from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import Operands
 from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.few_rows.config import SPLIT_INTEGERS, FewRowsConfig
@@ -229,15 +230,8 @@ def test_projections_as_a_transposed_product(seed):
     scale, bias = jnp.array([0.5, 1.0, 2.0]), (jnp.arange(256.0), None, jnp.ones(128))
     positions = jnp.array([0, 77, 1000], jnp.int32)
     config = next(c for c in candidates(3, head_size=128, is_normed=False).values() if isinstance(c, FewRowsConfig))
-    got, _ = qkv_projection_forward(
-        x,
-        weights,
-        form=HeadForm(size=128, is_rotated=True),
-        row_scale=scale,
-        biases=bias,
-        tables=angle_tables(positions, 128, 500_000.0),
-        config=config,
-    )
+    form, given = HeadForm(size=128, is_rotated=True), Operands(x=x, weights=weights, row_scale=scale, biases=bias)
+    got, _ = qkv_projection_forward(form, given, angle_tables(positions, 128, 500_000.0), config=config)
     exact = [array.astype(jnp.float32) for array in (x * scale[:, None].astype(x.dtype), *weights)]
     filled = [jnp.zeros(w.shape[1]) if b is None else b for b, w in zip(bias, weights, strict=True)]
     rope = Rope(positions, 500_000.0)

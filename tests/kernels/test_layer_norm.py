@@ -16,7 +16,7 @@ from pallas_kernels.ops._norms.backward import norm_backward
 from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape, ForwardConfig, default_forward
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
+from pallas_kernels.ops._norms.reference import layer_norm_reference
 
 NORM = Norm(name="layer_norm", epsilon=1e-6)
 

@@ -13,7 +13,7 @@ from pallas_kernels.ops._norms.backward import norm_backward
 from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape, ForwardConfig
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+from pallas_kernels.ops._norms.reference import rms_norm_reference
 from pallas_kernels.primitives.rows import THREADS, split_row
 
 NORM = Norm(name="rms_norm", epsilon=1e-6)

@@ -98,8 +98,6 @@ def markdown(tests: Mapping[str, Any] | None, sanitizer: Mapping[str, Any] | Non
         parts += [f"Failed: {name}." for name in tests["failures"]]
     if sanitizer:
         parts.append(f"`compute-sanitizer` on one {_stamp(sanitizer)}: {_outcomes(sanitizer)}.")
-        if any(outcome["tool"] == "racecheck" for outcome in sanitizer["outcomes"]):
-            parts.append("Racecheck sees races within a warpgroup alone; the interpreter's detector sees the others.")
     return " ".join(parts) or "Not run yet."
 
 
@@ -109,18 +107,12 @@ def _stamp(data: Mapping[str, Any]) -> str:
 
 
 def _outcomes(sanitizer: Mapping[str, Any]) -> str:
-    sentences = []
-    for tool in dict.fromkeys(outcome["tool"] for outcome in sanitizer["outcomes"]):
-        outcomes = [o for o in sanitizer["outcomes"] if o["tool"] == tool and o["operation"] != _PLANTED]
-        calls = sum(len(outcome["cases"]) for outcome in outcomes)
-        bad = {
-            state: [f"`{o['operation']}`" for o in outcomes if o["status"] == state] for state in ("faults", "failed")
-        }
-        text = f"{tool} over {calls} forward and backward calls of {len(outcomes)} operations "
-        text += f"report faults of {', '.join(bad['faults'])}" if bad["faults"] else "clean"
-        if bad["failed"]:
-            text += f" as far as the tool came (it died in other calls of {', '.join(bad['failed'])})"
-        planted = [o for o in sanitizer["outcomes"] if o["tool"] == tool and o["operation"] == _PLANTED]
-        is_blind = any(o["status"] != "faults" for o in planted)
-        sentences.append(text + (", but it did not see the planted fault" if is_blind else ""))
-    return "; ".join(sentences)
+    outcomes = [outcome for outcome in sanitizer["outcomes"] if outcome["operation"] != _PLANTED]
+    planted = [outcome for outcome in sanitizer["outcomes"] if outcome["operation"] == _PLANTED]
+    calls = sum(len(outcome["cases"]) for outcome in outcomes)
+    bad = {state: [f"`{o['operation']}`" for o in outcomes if o["status"] == state] for state in ("faults", "failed")}
+    text = f"memcheck over {calls} forward and backward calls of {len(outcomes)} operations "
+    text += f"reports faults of {', '.join(bad['faults'])}" if bad["faults"] else "clean"
+    if bad["failed"]:
+        text += f" as far as the tool came (it died in other calls of {', '.join(bad['failed'])})"
+    return text + ", but it did not see the planted fault" * any(o["status"] != "faults" for o in planted)

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import attention
-from xlafuse.studies.comparisons import FUSED, UNFUSED, XLA, Gain, comparison
-from xlafuse.studies.records import Claim
+from xlafuse.studies.comparisons import FUSED, UNFUSED, XLA, Gain, claim, comparison
 from xlafuse.studies.variants import UNFUSED as NO_FUSION
 from xlafuse.studies.variants import Case, Variant, torch_variants
 
@@ -68,24 +67,17 @@ STUDY = comparison(
     "attention",
     "Attention: unfused to flash",
     [
-        (
-            Claim(
-                text="Unfused attention is slower: 7 launches become 1",
-                published="2 to 4 ×",
-                source="Fusion as annotated code",
-            ),
+        claim(
+            "Unfused attention is slower: 7 launches become 1",
+            "2 to 4 ×",
+            "Fusion as annotated code",
             Gain(least=2.0, reason="The gain grows with the length, as the scores do."),
         ),
-        (
-            Claim(text="Unfused attention is slower", published="4 to 5 ×", source="Kernel Fusion"),
-            Gain(over="PyTorch eager", least=4.0),
-        ),
-        (
-            Claim(
-                text="At 4096 tokens about 4 GB of scores become about 128 KB, “the output only”",
-                published="4 GB → 128 KB",
-                source="Writing Fused Kernels with Triton",
-            ),
+        claim("Unfused attention is slower", "4 to 5 ×", "Kernel Fusion", Gain(over="PyTorch eager", least=4.0)),
+        claim(
+            "At 4096 tokens about 4 GB of scores become about 128 KB, “the output only”",
+            "4 GB → 128 KB",
+            "Writing Fused Kernels with Triton",
             Gain(
                 over=XLA,
                 least=2.0,

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import batch_norm
-from xlafuse.studies.comparisons import FUSED, UNFUSED, XLA, Gain, comparison
+from xlafuse.studies.comparisons import FUSED, UNFUSED, XLA, Gain, claim, comparison
 from xlafuse.studies.products import apart
 from xlafuse.studies.recorded import recorded_rows
-from xlafuse.studies.records import Claim, Row
+from xlafuse.studies.records import Row
 from xlafuse.studies.variants import Case, Variant, count_variants
 
 _SPECS = ("32768x1024", "32768x4096", "8192x8192")
@@ -52,12 +52,10 @@ STUDY = replace(
         "batch_norm",
         "Batch norm: a reduction over the whole grid",
         [
-            (
-                Claim(
-                    text="A mean over the batch needs a reduction across multiprocessors: atomics or two passes",
-                    published="two passes",
-                    source="Kernel Fusion",
-                ),
+            claim(
+                "A mean over the batch needs a reduction across multiprocessors: atomics or two passes",
+                "two passes",
+                "Kernel Fusion",
                 Gain(
                     over=XLA,
                     least=1.0,

@@ -30,6 +30,11 @@ class Gain:
     best_verdict: Verdict = "holds"
 
 
+def claim(text: str, published: str, source: str, gain: Gain) -> tuple[Claim, Gain]:
+    """Returns a claim, and its numbers."""
+    return Claim(text, published, source), gain
+
+
 def comparison(
     name: str,
     title: str,

@@ -60,13 +60,7 @@ def _conclude(result: StudyResult) -> Conclusion:
 STUDY = Study(
     name="compile_time",
     title="What fusion costs to compile",
-    claims=(
-        Claim(
-            text="Custom fusion pays at run time what it costs at compile time",
-            published="no figure",
-            source="Kernel Fusion",
-        ),
-    ),
+    claims=(Claim("Custom fusion pays at run time what it costs at compile time", "no figure", "Kernel Fusion"),),
     count=_count,
     conclude=_conclude,
     quantity=("compile_s", "s to compile"),

@@ -86,7 +86,7 @@ def _conclude(result: StudyResult) -> Conclusion:
 STUDY = Study(
     name="debugging",
     title="A fused kernel that is wrong",
-    claims=(Claim(text="Errors in a fused kernel are hard to isolate", published="no figure", source="Kernel Fusion"),),
+    claims=(Claim("Errors in a fused kernel are hard to isolate", "no figure", "Kernel Fusion"),),
     count=_count,
     conclude=_conclude,
     quantity=("found", "found"),

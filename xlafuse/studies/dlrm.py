@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dot_interaction, embedding_bag, lora_linear
-from xlafuse.studies.comparisons import FUSED, UNFUSED, XLA, Gain, comparison
+from xlafuse.studies.comparisons import FUSED, UNFUSED, XLA, Gain, claim, comparison
 from xlafuse.studies.products import apart, bf16, dot
-from xlafuse.studies.records import Claim
 from xlafuse.studies.variants import Case, Variant, torch_variants
 
 _DENSE, _FIELDS, _FEATURES, _RANK = 13, 26, 128, 16
@@ -172,12 +171,10 @@ STUDY = comparison(
     "dlrm",
     "DLRM: embedding bags and dot interaction",
     [
-        (
-            Claim(
-                text="Embedding lookups, dot interaction and dense layers fuse by the same principles",
-                published="no figure",
-                source=_LECTURE,
-            ),
+        claim(
+            "Embedding lookups, dot interaction and dense layers fuse by the same principles",
+            "no figure",
+            _LECTURE,
             Gain(
                 over=XLA,
                 least=1.0,
@@ -185,11 +182,8 @@ STUDY = comparison(
                 reason="XLA fuses the lookups by itself; interaction and layers need kernels.",
             ),
         ),
-        (
-            Claim(
-                text="DLRM with low-rank adapters is faster with fused kernels", published="no figure", source=_LECTURE
-            ),
-            Gain(over=XLA, least=1.0),
+        claim(
+            "DLRM with low-rank adapters is faster with fused kernels", "no figure", _LECTURE, Gain(over=XLA, least=1.0)
         ),
     ],
     _cases,

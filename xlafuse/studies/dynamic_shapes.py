@@ -62,11 +62,7 @@ def _conclude(result: StudyResult) -> Conclusion:
 STUDY = Study(
     name="dynamic_shapes",
     title="Shapes that change",
-    claims=(
-        Claim(
-            text="Each new shape compiles again; dynamic code is slower", published="no figure", source="Kernel Fusion"
-        ),
-    ),
+    claims=(Claim("Each new shape compiles again; dynamic code is slower", "no figure", "Kernel Fusion"),),
     count=_count,
     conclude=_conclude,
     quantity=("compile_seconds", "s to compile"),

@@ -11,9 +11,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import gated_linear, grouped_gated_linear, grouped_linear, linear
-from xlafuse.studies.comparisons import FUSED, UNFUSED, XLA, Gain, comparison
+from xlafuse.studies.comparisons import FUSED, UNFUSED, XLA, Gain, claim, comparison
 from xlafuse.studies.products import bf16
-from xlafuse.studies.records import Claim
 from xlafuse.studies.variants import UNFUSED as SWITCHED_OFF
 from xlafuse.studies.variants import Case, Variant, drawn
 
@@ -64,12 +63,10 @@ STUDY = comparison(
     "experts",
     "Products of experts",
     [
-        (
-            Claim(
-                text="Multiplying the tokens of each expert alone, none dropped or padded, is faster than padding",
-                published="training up to 1.4 times as fast as Tutel's",
-                source="MegaBlocks, arXiv:2211.15841",
-            ),
+        claim(
+            "Multiplying the tokens of each expert alone, none dropped or padded, is faster than padding",
+            "training up to 1.4 times as fast as Tutel's",
+            "MegaBlocks, arXiv:2211.15841",
             Gain(
                 over=XLA,
                 least=1.4,

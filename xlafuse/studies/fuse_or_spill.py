@@ -116,9 +116,9 @@ STUDY = Study(
     title="Fuse until registers spill",
     claims=(
         Claim(
-            text="Too many operations exceed registers and shared memory, and occupancy falls",
-            published="65,536 registers a multiprocessor",
-            source="Kernel Fusion; Fused Kernels in LLMs",
+            "Too many operations exceed registers and shared memory, and occupancy falls",
+            "65,536 registers a multiprocessor",
+            "Kernel Fusion; Fused Kernels in LLMs",
         ),
     ),
     count=_count,

@@ -61,11 +61,7 @@ def _conclude(result: StudyResult) -> Conclusion:
 STUDY = Study(
     name="incompatible",
     title="What cannot be joined",
-    claims=(
-        Claim(
-            text="A row-wise reduction and a column-wise one do not fuse", published="no figure", source="Kernel Fusion"
-        ),
-    ),
+    claims=(Claim("A row-wise reduction and a column-wise one do not fuse", "no figure", "Kernel Fusion"),),
     count=_count,
     conclude=_conclude,
     quantity=("bytes", "bytes"),

@@ -97,7 +97,7 @@ def _conclude(result: StudyResult) -> Conclusion:
 STUDY = Study(
     name="launches",
     title="What a launch costs",
-    claims=(Claim(text="A launch costs time", published="5 to 10 µs", source="Fusion as annotated code"),),
+    claims=(Claim("A launch costs time", "5 to 10 µs", "Fusion as annotated code"),),
     count=_count,
     time=_time,
     conclude=_conclude,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import pallas_kernels as kernels
 from pallas_kernels import Norm, QuantizedWeight
-from xlafuse.studies.comparisons import FUSED, UNFUSED, XLA, Gain, comparison
+from xlafuse.studies.comparisons import FUSED, UNFUSED, XLA, Gain, claim, comparison
 from xlafuse.studies.products import ROWS, apart, at, bf16, dot, layer, rms
 from xlafuse.studies.records import Claim, Study
 from xlafuse.studies.variants import Case, Variant, torch_variants
@@ -20,10 +20,6 @@ _TILE = 256
 """Outputs that a block of a product computes. Each of the 16 blocks side by side would norm the same rows."""
 _ANNOTATED, _TRITON = "Fusion as annotated code", "Writing Fused Kernels with Triton"
 _KERNEL_FUSION, _LECTURE = "Kernel Fusion", "GPU MODE lecture on fusing kernels"
-
-
-def _claim(text: str, published: str, source: str, gain: Gain) -> tuple[Claim, Gain]:
-    return Claim(text=text, published=published, source=source), gain
 
 
 def _study(
@@ -62,9 +58,9 @@ _QKV = _study(
     "qkv",
     "Query, key and value in one product",
     [
-        _claim("One wider product for three", "about 1.2 ×", _ANNOTATED,
+        claim("One wider product for three", "about 1.2 ×", _ANNOTATED,
                Gain(least=1.2, reason="x is a small part of the traffic; few tokens gain launches, many whole waves.")),
-        _claim("One kernel reads x once and writes three outputs", "fewer reads", _KERNEL_FUSION,
+        claim("One kernel reads x once and writes three outputs", "fewer reads", _KERNEL_FUSION,
                Gain(over=XLA, least=1.0)),
     ],
     lambda n: (bf16(n, _FEATURES), bf16(_FEATURES, _OUTPUTS), bf16(_FEATURES, _KEYS), bf16(_FEATURES, _KEYS)),
@@ -96,9 +92,9 @@ _MLP = _study(
     "mlp",
     "Bias and GELU in the product before them",
     [
-        _claim("GELU fused into the MLP's first product", "1.1 to 1.2 ×", _ANNOTATED,
+        claim("GELU fused into the MLP's first product", "1.1 to 1.2 ×", _ANNOTATED,
                Gain(least=1.1, reason="The product's own time sets how much its epilogue can save.")),
-        _claim("Product, bias and activation: three launches become one", "3 → 1 launches", _LECTURE,
+        claim("Product, bias and activation: three launches become one", "3 → 1 launches", _LECTURE,
                Gain(over="PyTorch eager", least=1.0)),
     ],
     lambda n: (bf16(n, _FEATURES), bf16(_FEATURES, _WIDE), bf16(_WIDE)),
@@ -116,7 +112,7 @@ _NORM_LINEAR = _study(
     "norm_linear",
     "RMSNorm in front of a product",
     [
-        _claim("RMSNorm + linear: x is read once, the normed x is never in memory", "one read of x", _TRITON, Gain(
+        claim("RMSNorm + linear: x is read once, the normed x is never in memory", "one read of x", _TRITON, Gain(
             least=1.0,
             best_verdict="holds in part",
             reason="Few rows are normed in the product's launch. With many, every block of outputs would norm its "
@@ -162,12 +158,12 @@ _LINEAR_RESIDUAL_NORM = _study(
     "linear_residual_norm",
     "Product, residual and RMSNorm",
     [
-        _claim("Matmul + residual + RMSNorm saves two reads of the residual stream", "two reads", _TRITON, Gain(
+        claim("Matmul + residual + RMSNorm saves two reads of the residual stream", "two reads", _TRITON, Gain(
             least=1.0,
             reason="The norm needs a whole row, which several blocks compute: it stays a launch, or "
             "moves into the next product, as a row scale.",
         )),
-        _claim("Residual + LayerNorm in one", "about 1.1 ×", _ANNOTATED, Gain(over=XLA, least=1.1)),
+        claim("Residual + LayerNorm in one", "about 1.1 ×", _ANNOTATED, Gain(over=XLA, least=1.1)),
     ],
     lambda n: (bf16(n, _FEATURES), bf16(_FEATURES, _OUTPUTS), bf16(n, _OUTPUTS), bf16(_OUTPUTS)),
     {
@@ -192,7 +188,7 @@ _INT8 = _study(
     "int8",
     "Weights dequantised in registers",
     [
-        _claim("Dequantise in registers inside the product: one read of the weights", "one read", _TRITON,
+        claim("Dequantise in registers inside the product: one read of the weights", "one read", _TRITON,
                Gain(least=2.0, reason="With many tokens the product's arithmetic hides the weights' traffic.")),
     ],
     lambda n: (
@@ -214,7 +210,7 @@ _LORA = _study(
     "lora",
     "A low-rank update in the product",
     [
-        _claim("Base product and both low-rank products in one: x is read once", "one read of x", _LECTURE, Gain(
+        claim("Base product and both low-rank products in one: x is read once", "one read of x", _LECTURE, Gain(
             least=1.0,
             reason="x and the partial result cost little beside the weights or the arithmetic; the "
             "launches count most with few tokens.",
@@ -250,7 +246,7 @@ _VERTICAL = _study(
     "vertical",
     "LayerNorm, GELU and a product",
     [
-        _claim("LayerNorm → GELU → linear without a round trip through memory", "one launch", _KERNEL_FUSION,
+        claim("LayerNorm → GELU → linear without a round trip through memory", "one launch", _KERNEL_FUSION,
                Gain(least=1.0, reason="Norm and activation in one launch, the product in another.")),
     ],
     lambda n: (bf16(n, _FEATURES), bf16(_FEATURES), bf16(_FEATURES), bf16(_FEATURES, _OUTPUTS)),
@@ -292,7 +288,7 @@ _COMPUTE_BOUND = comparison(
     "compute_bound",
     "A large product and a ReLU",
     [
-        _claim("A bias or a ReLU after a large product: fusion saves little", "little", _KERNEL_FUSION, Gain(
+        claim("A bias or a ReLU after a large product: fusion saves little", "little", _KERNEL_FUSION, Gain(
             over=UNFUSED, most=1.1, reason="Below 1.1 counts as little; the gain is larger the shorter the sum."
         )),
     ],

@@ -24,7 +24,7 @@ class StudyError(XlafuseError, ValueError):
     """A file of study results cannot be read or merged; the message names the file and the reason."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Claim:
     """A published statement. source: the title of its document."""
 

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
-from xlafuse.studies.comparisons import FUSED, UNFUSED, XLA, Gain, comparison
-from xlafuse.studies.records import Claim
+from xlafuse.studies.comparisons import FUSED, UNFUSED, XLA, Gain, claim, comparison
 from xlafuse.studies.softmax_forms import FORMS
 from xlafuse.studies.variants import Case, Variant, torch_variants
 
@@ -66,20 +65,16 @@ STUDY = comparison(
     "softmax",
     "Softmax: three kernels, or one",
     [
-        (
-            Claim(
-                text="Three kernels move 384 MB of a 64 MB matrix, one reads once and writes once (128 MB)",
-                published="3 × fewer bytes",
-                source="Kernel Fusion",
-            ),
+        claim(
+            "Three kernels move 384 MB of a 64 MB matrix, one reads once and writes once (128 MB)",
+            "3 × fewer bytes",
+            "Kernel Fusion",
             Gain(least=2.5, quantity="bytes", reason="Each row stays in registers between its two reductions."),
         ),
-        (
-            Claim(
-                text="Triton's fused softmax beats PyTorch by parts (its JIT baseline)",
-                published="4 ×",
-                source="Writing Fused Kernels with Triton",
-            ),
+        claim(
+            "Triton's fused softmax beats PyTorch by parts (its JIT baseline)",
+            "4 ×",
+            "Writing Fused Kernels with Triton",
             Gain(over="PyTorch eager, by parts", least=4.0, reason="Our baseline is PyTorch eager, five kernels."),
         ),
     ],

@@ -94,9 +94,9 @@ STUDY = Study(
     title="Four GPUs",
     claims=(
         Claim(
-            text="Fusion matters more the wider the gap between arithmetic and memory (A100: 312 TFLOP/s, 2 TB/s)",
-            published="no figure",
-            source="GPU MODE lecture on fusing kernels; Fused Kernels in LLMs",
+            "Fusion matters more the wider the gap between arithmetic and memory (A100: 312 TFLOP/s, 2 TB/s)",
+            "no figure",
+            "GPU MODE lecture on fusing kernels; Fused Kernels in LLMs",
         ),
     ),
     count=_count,

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
-from pallas_kernels.ops._norms.backward import norm_backward
+from pallas_kernels.ops._norms.backward import NormGradients, norm_backward
 from pallas_kernels.ops._norms.forward import norm_forward
-from pallas_kernels.ops._norms.norm import Norm
+from pallas_kernels.ops._norms.norm import Norm, NormName
+from pallas_kernels.primitives.checks import added_number, as_arrays, optional_arrays, static_flag
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.triton_calls import triton_unsupported
@@ -51,101 +52,115 @@ def mosaic_unsupported(x: jax.Array, scale: jax.Array | None, bias: jax.Array | 
     return mosaic_gpu_unsupported()
 
 
-def dispatch_norm(
-    norm: Norm,
+def run_norm(
+    operation: str,
+    kind: NormName,
     x: jax.Array,
     scale: jax.Array | None,
     bias: jax.Array | None,
     residual: jax.Array | None,
     *,
-    returns_total: bool,
+    epsilon: float,
+    rounds_before_scale: bool,
+    returns_total: bool = False,
+    rate: float = 0.0,
+    words: jax.Array | None = None,
     reference: Callable[..., Any],
     implementation: Implementation,
 ) -> Any:
-    """Runs `rms_norm` or `layer_norm` on checked arguments.
+    """Checks the arguments of a public norm, and runs it.
 
-    reference: the implementation "xla", a function of x, scale, bias and residual.
+    rate, words: of the dropout of x, and its key's words, or None for none.
+    reference: the implementation "xla", a function of x, scale and bias, and by keyword residual and options.
     """
-    support = {
-        "mosaic": partial(mosaic_unsupported, x, scale, bias),
-        "triton": partial(triton_unsupported, x),
-        "xla": lambda: None,
-    }
-    chosen = choose(norm.name, implementation, support, preferred=("mosaic",))
-    arrays = (x, scale, bias, residual)
+    (x,) = as_arrays(operation, x=x)
+    scale, bias, residual = optional_arrays(operation, scale=scale, bias=bias, residual=residual)
+    check_arguments(operation, x, scale, bias, residual)
+    epsilon = added_number(operation, "epsilon", epsilon)
+    rounds = static_flag(operation, "rounds_before_scale", rounds_before_scale)
+    returns_total = static_flag(operation, "returns_total", returns_total)
+    norm = Norm(name=kind, epsilon=epsilon, rate=float(rate), rounds_before_scale=rounds)
+    triton = {"triton": partial(triton_unsupported, x)} if operation == kind else {}  # which has no dropout
+    support = {"mosaic": partial(mosaic_unsupported, x, scale, bias), **triton, "xla": lambda: None}
+    chosen = choose(operation, implementation, support, preferred=("mosaic",))
+
+    def by_xla(x, scale, bias, residual, _):
+        more = {"returns_total": True} if returns_total else {}
+        return reference(x, scale, bias, residual=residual, epsilon=epsilon, rounds_before_scale=rounds, **more)
+
+    def by_kernel(x, scale, bias, residual, words):
+        rows = (math.prod(x.shape[:-1]), x.shape[-1])
+        own = x.reshape(rows), scale, bias, None if residual is None else residual.reshape(rows), words
+        y, total = apply_norm(kernels, norm, returns_total, *own)  # pyright: ignore[reportGeneralTypeIssues]
+        return y.reshape(x.shape) if total is None else (y.reshape(x.shape), total.reshape(x.shape))
+
+    arrays = (x, scale, bias, residual, words)
     if chosen == "xla" or x.size == 0:
-        return reference(*arrays)
-    apply = apply_norm
+        return by_xla(*arrays)
+    kernels = MOSAIC
     if chosen == "triton":
-        from pallas_kernels.ops._norms.triton import apply_norm as apply  # imports Triton
+        from pallas_kernels.ops._norms.triton import TRITON as kernels  # imports Triton
     # Without sums over rows, on an H200, µs of the kernels and of XLA with the forward pass: 27328x128 10.3 and 9.3,
     # 8192x256 6.9 and 6.2, 2000x512 4.6 and 4.4.
     is_short = norm.centered and x.shape[-1] <= 512 and all(array is None for array in arrays[1:])
-    if implementation is None and is_short:
-
-        def kernel(*arrays):
-            y, total = apply(norm, *arrays, returns_total=returns_total)
-            return y if total is None else (y, total)
-
-        return partly_by_xla(kernel, reference, gradient=True)(*varying_alike(arrays))
-    y, total = apply(norm, *arrays, returns_total=returns_total)
-    return y if total is None else (y, total)
+    run = partly_by_xla(by_kernel, by_xla, gradient=implementation is None and is_short)
+    return run(*varying_alike(arrays))
 
 
+class Kernels(NamedTuple):
+    """A norm's forward and backward pass, with the arguments of `norm_forward` and `norm_backward`."""
+
+    forward: Callable[..., tuple[jax.Array, jax.Array | None, jax.Array | None]]
+    backward: Callable[..., NormGradients]
+
+
+MOSAIC = Kernels(norm_forward, norm_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def apply_norm(
+    kernels: Kernels,
     norm: Norm,
+    returns_total: bool,
     x: jax.Array,
-    scale: jax.Array | None,
+    scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
-    *,
     words: jax.Array | None = None,
-    returns_total: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns y and the sum that was normalised; without a residual x, or None if not `returns_total`.
 
-    x: (..., features). words: (2,) uint32, the key of the dropout of x, or None for none. Differentiable: the backward
-    kernel adds the sum's cotangent to the gradient.
+    x, residual: (rows, features). words: (2,) uint32, the key of the dropout of x, or None for none. Differentiable:
+    the backward kernel adds the sum's cotangent to the gradient.
     """
-    shape = (math.prod(x.shape[:-1]), x.shape[-1])
-    operands = (x.reshape(shape), scale, bias, None if residual is None else residual.reshape(shape), words)
-    y, total = _norm_rows(norm, returns_total, *varying_alike(operands))  # pyright: ignore[reportGeneralTypeIssues]
-    return y.reshape(x.shape), None if total is None else total.reshape(x.shape)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm_rows(norm, returns_total, x, scale, bias, residual, words):
-    y, total, _ = norm_forward(norm, x, scale=scale, bias=bias, residual=residual, words=words)
+    given = {"scale": scale, "bias": bias, "residual": residual, "words": words}
+    y, total, _ = kernels.forward(norm, x, **given, with_statistics=False)
     return y, x if total is None and returns_total else total
 
 
-def _norm_rows_fwd(norm, returns_total, x, *arguments):
-    x = x.value
-    scale, bias, residual, words = (None if a is None else a.value for a in arguments)
-    y, total, statistics = norm_forward(
-        norm, x, scale=scale, bias=bias, residual=residual, words=words, with_statistics=True
-    )
+def _apply_fwd(kernels, norm, returns_total, *arguments):
+    x, scale, bias, residual, words = (None if a is None else a.value for a in arguments)
+    given = {"scale": scale, "bias": bias, "residual": residual, "words": words}
+    y, total, statistics = kernels.forward(norm, x, **given, with_statistics=True)
     normed = x if total is None else total
     # Saved values are arrays, or a structure without any: of the residual only whether there is one.
     saved = (normed, statistics, scale, bias, words, None if residual is None else ())
     return (y, normed if returns_total else total), saved
 
 
-def _norm_rows_bwd(norm, _, saved, cotangents):
+def _apply_bwd(kernels, norm, _, saved, cotangents):
     total, statistics, scale, bias, words, residual = saved
-    dy, dtotal = cotangents
-    has_residual = residual is not None
-    if isinstance(dtotal, SymbolicZero):  # the sum is not used, which saves reading an array
-        dtotal = None
-    if isinstance(dy, SymbolicZero):  # only the sum is used
-        if words is None:
-            dtotal = jnp.zeros_like(total) if dtotal is None else dtotal
-            dscale, dbias = (None if a is None else jnp.zeros_like(a) for a in (scale, bias))
-            return dtotal, dscale, dbias, dtotal if has_residual else None, None
-        dy = jnp.zeros_like(total)
-    gradients = norm_backward(norm, total, statistics, dy, scale=scale, bias=bias, dtotal=dtotal, words=words)
-    dx = gradients.dtotal if gradients.dx is None else gradients.dx
-    return dx, gradients.dscale, gradients.dbias, gradients.dtotal if has_residual else None, None
+    # The sum may be unused, which saves reading an array.
+    dy, dtotal = (None if isinstance(each, SymbolicZero) else each for each in cotangents)
+    if dy is None and words is None:  # only the sum is used
+        dx = dtotal = jnp.zeros_like(total) if dtotal is None else dtotal
+        dscale, dbias = (None if a is None else jnp.zeros_like(a) for a in (scale, bias))
+    else:
+        dy = jnp.zeros_like(total) if dy is None else dy
+        given = {"scale": scale, "bias": bias, "dtotal": dtotal, "words": words}
+        dtotal, dx, dscale, dbias = kernels.backward(norm, total, statistics, dy, **given)
+        dx = dtotal if dx is None else dx
+    return dx, dscale, dbias, None if residual is None else dtotal, None
 
 
-_norm_rows.defvjp(_norm_rows_fwd, _norm_rows_bwd, symbolic_zeros=True)
+apply_norm.defvjp(_apply_fwd, _apply_bwd, symbolic_zeros=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,7 @@ _STEPS = 3
 """The fewest steps of a block that takes several rows at once, if all multiprocessors have one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NormGradients:
+class NormGradients(NamedTuple):
     """Gradients of a norm. `dx` is the gradient of the dropout's input; None without dropout."""
 
     dtotal: jax.Array

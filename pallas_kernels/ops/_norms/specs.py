@@ -80,8 +80,7 @@ def _backward(
     return tuple(each for each in (found.dtotal, found.dscale, found.dbias) if each is not None)
 
 
-def _triton_gradients(norm: Norm, *arrays: jax.Array, words: None, **others: Any) -> NormGradients:
+def _triton_gradients(*arrays: Any, **others: Any) -> NormGradients:
     from pallas_kernels.ops._norms.triton import backward  # imports Triton
 
-    dx, dscale, dbias = backward(norm, *arrays, **others)
-    return NormGradients(dtotal=dx, dx=None, dscale=dscale, dbias=dbias)
+    return backward(*arrays, **others)

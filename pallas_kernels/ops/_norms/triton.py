@@ -6,15 +6,14 @@ The module is imported only when requested, since it imports Triton.
 
 from __future__ import annotations
 
-import math
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import jax_triton  # pyright: ignore[reportMissingImports]
 import triton
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+from pallas_kernels.ops._norms.apply import Kernels
+from pallas_kernels.ops._norms.backward import NormGradients
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.triton_calls import row_block
@@ -128,37 +127,18 @@ def norm_backward(
         tl.store(dbias_ptr + partial_sums, dbias, mask=inside)
 
 
-def apply_norm(
+def forward(
     norm: Norm,
     x: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None = None,
-    residual: jax.Array | None = None,
     *,
-    returns_total: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns y and the sum that was normalised; see `apply.apply_norm`. Differentiable."""
-    shape = (math.prod(x.shape[:-1]), x.shape[-1])
-    rows = None if residual is None else residual.reshape(shape)
-    y, total = _norm_rows(norm, x.reshape(shape), scale, bias, rows)  # pyright: ignore[reportGeneralTypeIssues]
-    total = x if total is None and returns_total else total
-    return y.reshape(x.shape), None if total is None else total.reshape(x.shape)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm_rows(norm, x, scale, bias, residual):
-    return _forward(norm, x, scale, bias, residual)[:2]
-
-
-def _forward(
-    norm: Norm,
-    x: jax.Array,
     scale: jax.Array | None,
     bias: jax.Array | None,
     residual: jax.Array | None,
-    *,
-    with_statistics: bool = False,
+    words: None,
+    with_statistics: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Computes what `forward.norm_forward` does, without dropout."""
+    del words
     rows, features = x.shape
     block, warps = row_block(features)
     # An unused pointer must still be a valid one.
@@ -199,8 +179,10 @@ def backward(
     scale: jax.Array | None,
     bias: jax.Array | None,
     dtotal: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns the gradients of total, scale and bias; None for an absent scale or bias. Arrays: (rows, features)."""
+    words: None,
+) -> NormGradients:
+    """Computes what `backward.norm_backward` does, without dropout."""
+    del words
     rows, features = total.shape
     block, warps = row_block(features)
     blocks = min(rows, _BLOCKS_PER_CORE * target_device().core_count)
@@ -227,23 +209,11 @@ def backward(
     )
     pairs = zip((scale, bias), partials, strict=True)
     dscale, dbias = (None if array is None else jnp.sum(part, axis=0).astype(array.dtype) for array, part in pairs)
-    return dx, dscale, dbias
+    return NormGradients(dtotal=dx, dx=None, dscale=dscale, dbias=dbias)
 
 
 def _like(array: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, array.dtype)
 
 
-def _norm_rows_fwd(norm, x, scale, bias, residual):
-    y, total, statistics = _forward(norm, x, scale, bias, residual, with_statistics=True)
-    return (y, total), (x if total is None else total, statistics, scale, bias)
-
-
-def _norm_rows_bwd(norm, saved, cotangents):
-    total, statistics, scale, bias = saved
-    dy, dtotal = cotangents
-    dx, dscale, dbias = backward(norm, total, statistics, dy, scale=scale, bias=bias, dtotal=dtotal)
-    return dx, dscale, dbias, None if dtotal is None else dx
-
-
-_norm_rows.defvjp(_norm_rows_fwd, _norm_rows_bwd)
+TRITON = Kernels(forward, backward)

@@ -17,13 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.ops._norms import apply
 from pallas_kernels.ops._norms.norm import Norm as RowKernelNorm
-from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
-from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+from pallas_kernels.ops._norms.reference import norm_reference as row_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays, static_flag
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.norm import RowNorm
@@ -79,44 +77,30 @@ def prologue(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array | No
     """
     if norm is None:
         return x, None
-    scale = None if norm.scale is None else jnp.asarray(norm.scale)
     if norm.mean_square is not None:
-        factor = lax.rsqrt(jnp.asarray(norm.mean_square, jnp.float32).reshape(-1) + norm.epsilon)
-        if scale is None:
-            return x, factor
-        return _scaled(x.astype(jnp.float32) * factor[:, None], scale, norm, x.dtype), None
-    bias = None if norm.bias is None else jnp.asarray(norm.bias)
+        squares = norm.mean_square.reshape(-1)
+        if norm.scale is None:
+            return x, lax.rsqrt(squares.astype(jnp.float32) + norm.epsilon)
+        return norm_reference(replace(norm, mean_square=squares), x), None
     row_kernel = RowKernelNorm(
         name="rms_norm" if norm.kind == "rms" else "layer_norm",
         epsilon=float(norm.epsilon),
         rounds_before_scale=norm.rounds_before_scale,
     )
-    return apply.apply_norm(row_kernel, x, scale=scale, bias=bias)[0], None
+    scale, bias = (None if each is None else jnp.asarray(each) for each in (norm.scale, norm.bias))
+    return apply.apply_norm(apply.MOSAIC, row_kernel, False, x, scale, bias)[0], None  # pyright: ignore[reportIndexIssue]
 
 
 def norm_reference(norm: Norm | None, x: jax.Array) -> jax.Array:
     """Computes the normalised x in plain `jax.numpy`, rounded to x's dtype, as `"xla"` multiplies it."""
     if norm is None:
         return x
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    scale = jnp.ones(x.shape[-1], wide) if norm.scale is None else norm.scale
-    if norm.mean_square is not None:
-        factor = lax.rsqrt(norm.mean_square.astype(wide) + norm.epsilon)[..., None]
-        return _scaled(x.astype(wide) * factor, scale, norm, x.dtype)
-    options = {"epsilon": norm.epsilon, "rounds_before_scale": norm.rounds_before_scale}
-    if norm.kind == "layer":
-        y = layer_norm_reference(x, norm.scale, norm.bias, **options)
-    else:
-        y = rms_norm_reference(x, scale, **options)
+    options: dict[str, Any] = {"epsilon": norm.epsilon, "rounds_before_scale": norm.rounds_before_scale}
+    if (squares := norm.mean_square) is not None:
+        options["mean"] = lambda value: jnp.asarray(squares).astype(value.dtype)[..., None]
+    y = row_reference(x, norm.scale, norm.bias, is_centered=norm.kind == "layer", **options)
     assert isinstance(y, jax.Array)
     return y
-
-
-def _scaled(normed: jax.Array, scale: jax.Array, norm: Norm, dtype: DTypeLike) -> jax.Array:
-    """Multiplies wide normalised rows by the norm's scale, and rounds to `dtype`."""
-    if norm.rounds_before_scale:
-        return (normed.astype(dtype) * scale).astype(dtype)
-    return (normed * scale.astype(normed.dtype)).astype(dtype)
 
 
 def as_rows(x: jax.Array) -> jax.Array:

@@ -94,17 +94,6 @@ class RowSplit:
         return self.at_once * (self.lanes * whole + rest)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Partials:
-    """Partial column sums, one set for each group of rows.
-
-    found: (groups, 2 or 3, features) float32: both sums and, with a shifted array, the value subtracted from it.
-    """
-
-    found: jax.Array
-    split: RowSplit
-
-
 def sum_columns(
     name: str,
     arrays: Mapping[str, jax.Array],
@@ -113,10 +102,12 @@ def sum_columns(
     *,
     shifted: str | None = None,
     config: BatchNormConfig,
-) -> Partials:
+) -> tuple[jax.Array, RowSplit]:
     """Sums two terms over the rows, for every column.
 
     Blocks are persistent: each has a strip of columns and a group of rows, which its warpgroups divide among them.
+    Returns partial sums, (groups, 2 or 3, features) float32: both sums and, with a shifted array, the value subtracted
+    from it; and the groups.
 
     arrays: (rows, features), of one dtype. columns: (features,).
     terms: computes a row's summands from its values and the columns'.
@@ -167,7 +158,7 @@ def sum_columns(
             for s, value in enumerate(lax.fori_loop(0, split.trips(group, warpgroup), add, (zero, zero))):
                 sums[warpgroup, s] = value
             if shift is not None:
-                pl.when(warpgroup == 0)(lambda: _store(partial_ref, group, 2, part, shift))
+                pl.when(warpgroup == 0)(lambda: store(partial_ref.at[group, 2, part.columns], shift))
             plgpu.commit_smem()
             plgpu.barrier_arrive(done)
             plgpu.barrier_wait(done)
@@ -175,8 +166,9 @@ def sum_columns(
             @pl.when(warpgroup == 0)
             def _():
                 for s in range(2):
-                    every = [_load_sum(sums, other, s, part) for other in range(warpgroups)]
-                    _store(partial_ref, group, s, part, sum(every[1:], start=every[0]))
+                    layout = part.segment.layout
+                    every = [plgpu.load(sums.at[i, s], layout=layout, optimized=False) for i in range(warpgroups)]
+                    store(partial_ref.at[group, s, part.columns], sum(every[1:], start=every[0]))
 
         blocks.run(lax.axis_index("block"), work)
 
@@ -194,7 +186,7 @@ def sum_columns(
         ),
         compiler_params=COMPILER_PARAMS,
     )(*operands.values())
-    return Partials(found=varying_like(found, *operands.values()), split=split)
+    return varying_like(found, *operands.values()), split
 
 
 def apply_columns(
@@ -242,11 +234,3 @@ def apply_columns(
 def _load(refs: Mapping[str, Any], part: Part) -> dict[str, jax.Array]:
     """Loads a part of a row from each reference to a row, as float32."""
     return {name: value.astype(jnp.float32) for name, value in load_part(refs, part).items()}
-
-
-def _load_sum(sums: Any, warpgroup: int, s: int, part: Part) -> jax.Array:
-    return plgpu.load(sums.at[warpgroup, s], layout=part.segment.layout, optimized=False)
-
-
-def _store(ref: Any, group: jax.Array, s: int, part: Part, value: jax.Array) -> None:
-    store(ref.at[group, s, part.columns], value)

@@ -51,7 +51,7 @@ def batch_norm_forward(
         return {"mean": mean, "variance": variance, "slope": slope, "bias": columns["bias"]}
 
     config = config or default_config(rows, x.shape[1], x.dtype.itemsize)
-    partials = sum_columns("batch_norm_statistics", {"x": x}, {}, _moments, shifted="x", config=config)
+    partials, split = sum_columns("batch_norm_statistics", {"x": x}, {}, _moments, shifted="x", config=config)
 
     def group_total(values, sums):
         return (values["sums"] + values["count"] * (values["shift"] - values["first"]),)
@@ -67,13 +67,13 @@ def batch_norm_forward(
 
     found = merge_groups(
         "batch_norm_merge",
-        partials.found,
+        partials,
         ("sums", "squares", "shift"),
         {"scale": scale, "bias": bias},
         passes=(group_total, group_deviations),
         finish=finish,
         out_types=dict.fromkeys(("mean", "variance", "slope", "bias"), jnp.float32),
-        count_of=partials.split.count,
+        count_of=split.count,
         first_of="shift",
     )
     columns = {name: found[name] for name in ("mean", "slope", "bias")}
@@ -117,10 +117,10 @@ def batch_norm_backward(
     columns = {name: value for name, value in columns.items() if value is not None}
     out_types = {"dscale": scale.dtype, "dbias": jnp.float32}
     config = config or default_config(rows, x.shape[1], x.dtype.itemsize, arrays=2)
-    partials = sum_columns("batch_norm_gradient_sums", arrays, {"mean": mean}, _products, config=config)
+    partials, _ = sum_columns("batch_norm_gradient_sums", arrays, {"mean": mean}, _products, config=config)
     found = merge_groups(
         "batch_norm_gradient_merge",
-        partials.found,
+        partials,
         ("dy", "products"),
         columns,
         passes=(lambda values, _: (values["dy"], values["products"]),),

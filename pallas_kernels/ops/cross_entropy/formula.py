@@ -15,7 +15,9 @@ and one ex2, with the *same* rounded shift throughout a row: the shift's roundin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,20 +85,19 @@ class Token:
     share: jax.Array | None = None
 
 
-def weight_of_row(weights_ref, row: jax.Array) -> jax.Array | float:
-    """Returns the factor of a row's loss.
+def weight_of(load: Callable[[Any], jax.Array], ref: Any = None) -> jax.Array | float:
+    """Returns the factor of the loss of a row, or of each of several.
 
-    weights_ref: an empty sequence for a factor of 1, or one reference: (rows,) or (1,) weights, or (1,) int32, the
-    number of tokens of a mean.
+    load: reads one value a row from a reference. ref: None for a factor of 1; (rows,) or (1,) weights; or (1,) int32,
+    the number of tokens of a mean.
     """
-    if not weights_ref:
+    if ref is None:
         return 1.0
-    (ref,) = weights_ref
     if jnp.issubdtype(ref.dtype, jnp.integer):
         count = jnp.maximum(ref[0], 1).astype(jnp.float32)
         weight = 1 / count
         return weight + weight * (1 - count * weight)  # exact, though a kernel's division is not
-    return ref[row] if ref.shape[0] > 1 else ref[0]
+    return load(ref) if ref.shape[0] > 1 else ref[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,24 +15,15 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.ops.cross_entropy.config import ForwardConfig, default_forward
-from pallas_kernels.ops.cross_entropy.formula import Terms, weight_of_row
+from pallas_kernels.ops.cross_entropy.formula import Terms, weight_of
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_ring import ring_kernel
-from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import block_part, write_gradient
+from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import row_and_part, write_gradient
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
-from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.exponents import LOWEST
-from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.row_kernel import HeldRows, RowChunks, held_segments, row_kernel
-from pallas_kernels.primitives.rows import (
-    load_row,
-    map_row,
-    row_max,
-    row_sum,
-    to_float32,
-)
+from pallas_kernels.primitives.rows import load_row, map_row, row_max, row_sum, to_float32
 
 Statistics = tuple[jax.Array, jax.Array]
 """The maximum of each row, and sum(exp(logit - maximum)); (rows,) float32."""
@@ -56,36 +47,32 @@ def cross_entropy_forward(
     """
     rows, vocabulary = logits.shape
     config = config or default_forward(rows, vocabulary, logits.dtype.itemsize, with_gradient=with_gradient)
-    operands = (logits, labels) if weights is None else (logits, labels, weights)
+    operands = {"logits": logits, "labels": labels} | ({} if weights is None else {"weights": weights})
+    one_a_row = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    outputs = {"loss": one_a_row, "maximum": one_a_row, "total": one_a_row}
+    if with_gradient:
+        outputs["gradient"] = jax.ShapeDtypeStruct(logits.shape, logits.dtype)
     if config.loads == "ring":
         if not with_gradient:
             raise ValueError(f"{config} is for the loss with its gradient; take 'split' for the loss alone.")
-        outputs = ring_kernel(*operands, terms=terms, config=config)
+        found = ring_kernel(operands, outputs, terms=terms, config=config)
     elif config.loads == "split":
-        outputs = _split_kernels(*operands, terms=terms, with_gradient=with_gradient, chunk=config.chunk)
+        found = _split_kernels(operands, outputs, terms=terms, chunk=config.chunk)
     else:
-        outputs = _whole_rows_kernel(*operands, terms=terms, with_gradient=with_gradient)
-    losses, maximum, total, *gradient = (varying_like(output, *operands) for output in outputs)
-    return losses, (maximum, total), gradient[0] if gradient else None
+        found = _whole_rows_kernel(operands, outputs, terms=terms)
+    return found["loss"], (found["maximum"], found["total"]), found.get("gradient")
 
 
-def _out_types(logits: jax.Array, *, with_gradient: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
-    gradient = (jax.ShapeDtypeStruct(logits.shape, logits.dtype),) if with_gradient else ()
-    return (jax.ShapeDtypeStruct(logits.shape[:1], jnp.float32),) * 3 + gradient
-
-
-def _whole_rows_kernel(logits, labels, weights=None, *, terms: Terms, with_gradient: bool):
-    at_once, segments = held_segments(logits.shape, logits.dtype.itemsize)
-    name = "cross_entropy_with_gradient" if with_gradient else "cross_entropy"
-    out_types = _out_types(logits, with_gradient=with_gradient)
-    is_each = weights is not None and weights.shape[0] > 1
+def _whole_rows_kernel(
+    operands: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct], *, terms: Terms
+) -> dict[str, jax.Array]:
+    logits, with_gradient = operands["logits"], "gradient" in outputs
+    rows, vocabulary = logits.shape
+    at_once, segments = held_segments((rows, vocabulary), logits.dtype.itemsize)
 
     def compute(row, refs):
         held = HeldRows(at=row, segments=segments)
-        if is_each:
-            weight = held.load_value(refs["weights"])
-        else:
-            weight = weight_of_row([refs["weights"]] if "weights" in refs else [], jnp.int32(0))
+        weight = weight_of(held.load_value, refs.get("weights"))
         token = terms.token(held.load_value(refs["labels"]), weight)
         values = held.load(refs["logits"])
         target = held.element(refs["logits"], values, token.label)
@@ -101,72 +88,63 @@ def _whole_rows_kernel(logits, labels, weights=None, *, terms: Terms, with_gradi
         held.store_value(refs["maximum"], maximum)
         held.store_value(refs["total"], total)
 
-    results = row_kernel(
+    return row_kernel(
         compute,
-        {"logits": logits, "labels": labels, "weights": weights},
-        dict(zip(("loss", "maximum", "total", "gradient"), out_types, strict=False)),
-        name=name,
+        operands,
+        outputs,
+        name="cross_entropy_with_gradient" if with_gradient else "cross_entropy",
         compiler_params=compiler_params(logits.dtype),
-        rows=logits.shape[0],
+        rows=rows,
         at_once=at_once,
     )
-    return tuple(results.values())
 
 
-def _split_kernels(logits, labels, *weights, terms: Terms, with_gradient: bool, chunk: int):
+def _split_kernels(
+    operands: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct], *, terms: Terms, chunk: int
+) -> dict[str, jax.Array]:
+    logits, with_gradient = operands["logits"], "gradient" in outputs
     rows, vocabulary = logits.shape
     chunks = RowChunks.make(vocabulary, logits.dtype.itemsize, chunk)
-    # Maxima, sums of exponentials and, for label smoothing, sums of logits.
-    kinds = 3 if terms.label_smoothing else 2
+    kinds = ("part_maximum", "part_total", *(["part_logits"] if terms.label_smoothing else []))
+    one_a_part = dict.fromkeys(kinds, jax.ShapeDtypeStruct((rows, chunks.parts), jnp.float32))
 
-    def cross_entropy_parts(logits_ref, *part_refs):
-        row, part = block_part(chunks.parts)
+    def summarize(block, refs):
+        row, part = row_and_part(block, chunks.parts)
 
-        def summarize(columns, segments):
-            values = to_float32(load_row(logits_ref.at[row, columns], segments))
+        def of_part(columns, segments):
+            values = to_float32(load_row(refs["logits"].at[row, columns], segments))
             maximum = jnp.maximum(row_max(values, segments), LOWEST)
-            part_refs[0][row, part] = maximum
-            part_refs[1][row, part] = row_sum(map_row(lambda v: jnp.exp(v - maximum), values), segments)
+            refs["part_maximum"][row, part] = maximum
+            refs["part_total"][row, part] = row_sum(map_row(lambda v: jnp.exp(v - maximum), values), segments)
             if terms.label_smoothing:
-                part_refs[2][row, part] = row_sum(values, segments)
+                refs["part_logits"][row, part] = row_sum(values, segments)
 
-        chunks.at(part, summarize)
+        chunks.at(part, of_part)
 
-    def cross_entropy_from_parts(*refs):
-        whole_rows = (lax.axis_index("block"), jnp.int32(0))
-        row, part = block_part(chunks.parts, reversed_rows=rows) if with_gradient else whole_rows
-        gradient_ref: Any = refs[-1] if with_gradient else None
-        *inputs, loss_ref, maximum_ref, total_ref = refs[:-1] if with_gradient else refs
-        logits_ref, labels_ref, *inputs = inputs
-        part_refs, weights_ref = inputs[:kinds], inputs[kinds:]
-        token = terms.token(labels_ref[row], weight_of_row(weights_ref, row))
-        target = logits_ref[row, token.label].astype(jnp.float32)
-        maxima = [part_refs[0][row, i] for i in range(chunks.parts)]
+    def finish(block, refs):
+        row, part = row_and_part(block, chunks.parts, reversed_rows=rows) if with_gradient else (block, jnp.int32(0))
+        token = terms.token(refs["labels"][row], weight_of(lambda ref: ref[row], refs.get("weights")))
+        target = refs["logits"][row, token.label].astype(jnp.float32)
+        maxima = [refs["part_maximum"][row, i] for i in range(chunks.parts)]
         maximum = functools.reduce(jnp.maximum, maxima)
         total, logit_sum = jnp.float32(0), jnp.float32(0)
         for i in range(chunks.parts):
-            total += part_refs[1][row, i] * jnp.exp(maxima[i] - maximum)
+            total += refs["part_total"][row, i] * jnp.exp(maxima[i] - maximum)
             if terms.label_smoothing:
-                logit_sum += part_refs[2][row, i]
+                logit_sum += refs["part_logits"][row, i]
 
         @pl.when(part == 0)
         def _():
             smooth_sum = logit_sum if terms.label_smoothing else None
-            loss_ref[row] = terms.loss(token, maximum, total, target, smooth_sum)
-            maximum_ref[row], total_ref[row] = maximum, total
+            refs["loss"][row] = terms.loss(token, maximum, total, target, smooth_sum)
+            refs["maximum"][row], refs["total"][row] = maximum, total
 
         if with_gradient:
             slope = terms.slope(maximum, total, token)
-            write_gradient(logits_ref.at[row], gradient_ref.at[row], chunks, part, slope, token.label)
+            write_gradient(refs["logits"].at[row], refs["gradient"].at[row], chunks, part, slope, token.label)
 
-    launch = functools.partial(settings.kernel, grid_names=("block",), compiler_params=compiler_params(logits.dtype))
-    parts = launch(
-        cross_entropy_parts,
-        out_type=(jax.ShapeDtypeStruct((rows, chunks.parts), jnp.float32),) * kinds,
-        grid=(rows * chunks.parts,),
-    )(logits)
-    return launch(
-        cross_entropy_from_parts,
-        out_type=_out_types(logits, with_gradient=with_gradient),
-        grid=(rows * chunks.parts if with_gradient else rows,),
-    )(logits, labels, *parts, *weights)
+    launch: Any = functools.partial(row_kernel, compiler_params=compiler_params(logits.dtype))
+    blocks = rows * chunks.parts
+    parts = launch(summarize, {"logits": logits}, one_a_part, name="cross_entropy_parts", rows=blocks)
+    blocks = blocks if with_gradient else rows
+    return launch(finish, operands | parts, outputs, name="cross_entropy_from_parts", rows=blocks)

@@ -30,28 +30,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.cross_entropy.config import ForwardConfig, RowPlan
-from pallas_kernels.ops.cross_entropy.formula import Exponential, Slope, Terms, weight_of_row
+from pallas_kernels.ops.cross_entropy.formula import Exponential, Slope, Terms, weight_of
 from pallas_kernels.ops.cross_entropy.ring import Pieces, Ring, RingRow
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.exponents import LOWEST_LOGIT
-from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.rows import ACCESS_BYTES, THREADS, WARPS, RowValues, sum_of
 
 
 def ring_kernel(
-    logits: jax.Array, labels: jax.Array, *weights: jax.Array, terms: Terms, config: ForwardConfig
-) -> tuple[jax.Array, ...]:
+    operands: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct], *, terms: Terms, config: ForwardConfig
+) -> dict[str, jax.Array]:
     """Returns losses, maxima, sums, and the gradient; see `mosaic_gpu.cross_entropy_forward`."""
+    logits = operands["logits"]
     (rows, vocabulary), dtype, warpgroups = logits.shape, logits.dtype, config.warpgroups
     plan = RowPlan.make(vocabulary, dtype.itemsize, config)
     blocks = min(rows, target_device().core_count)
     vector = ACCESS_BYTES // dtype.itemsize
     in_accesses = jax.ShapeDtypeStruct((rows, plan.accesses, vector), dtype)
-    one_a_row = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    inputs = {"logits": logits.reshape(in_accesses.shape), "labels": labels}
-    inputs |= {"weights": weights[0]} if weights else {}
-    out_types = {"loss": one_a_row, "maximum": one_a_row, "total": one_a_row, "gradient": in_accesses}
+    inputs = operands | {"logits": logits.reshape(in_accesses.shape)}
+    out_types = outputs | {"gradient": in_accesses}
     scratch = {
         "buffers": plgpu.SMEM((warpgroups, config.slots, plan.chunk, vector), dtype),
         "lines": plgpu.SMEM((2, 4, warpgroups, WARPS), jnp.float32),
@@ -64,7 +63,7 @@ def ring_kernel(
         refs = dict(zip(names, references, strict=True))
         _rows_of_warpgroup(refs, plan=plan, terms=terms, slots=config.slots, stride=blocks)
 
-    outputs = settings.kernel(
+    results = settings.kernel(
         cross_entropy_ring,
         out_type=tuple(out_types.values()),
         grid=(blocks,),
@@ -74,13 +73,13 @@ def ring_kernel(
         scratch_types=tuple(scratch.values()),
         compiler_params=compiler_params(dtype, reduction_scratch_bytes=512),
     )(*inputs.values())
-    return (*outputs[:3], outputs[3].reshape(logits.shape))
+    found = {k: varying_like(v, *operands.values()) for k, v in zip(out_types, results, strict=True)}
+    return found | {"gradient": found["gradient"].reshape(logits.shape)}
 
 
 def _rows_of_warpgroup(refs: dict[str, Any], *, plan: RowPlan, terms: Terms, slots: int, stride: int) -> None:
     """Runs both passes over each of the block's rows. stride: the distance between two of them."""
     logits_ref = refs["logits"]
-    weights_ref = [refs["weights"]] if "weights" in refs else []
     rows, _, vector = logits_ref.shape
     group, first_row = lax.axis_index("warpgroup"), lax.axis_index("block")
     trips = (rows - first_row + stride - 1) // stride
@@ -102,7 +101,7 @@ def _rows_of_warpgroup(refs: dict[str, Any], *, plan: RowPlan, terms: Terms, slo
     exchange = Exchange(softmax=softmax, lines=refs["lines"], met=refs["met"])
 
     def label_and_weight(row):
-        return refs["labels"][row], jnp.asarray(weight_of_row(weights_ref, row), jnp.float32)
+        return refs["labels"][row], jnp.asarray(weight_of(lambda ref: ref[row], refs.get("weights")), jnp.float32)
 
     def one_row(i, label_weight):
         row = ring.row(i)

@@ -13,12 +13,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.cross_entropy.formula import Slope, Terms, weight_of_row
+from pallas_kernels.ops.cross_entropy.formula import Slope, Terms, weight_of
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.references import in_place
-from pallas_kernels.primitives.row_kernel import RowChunks
+from pallas_kernels.primitives.row_kernel import RowChunks, row_kernel
 from pallas_kernels.primitives.rows import (
     load_row,
     map_row,
@@ -32,15 +32,14 @@ _CHUNK = 8192
 """Columns of a row for one block."""
 
 
-def block_part(parts: int, *, reversed_rows: int = 0) -> tuple[jax.Array, jax.Array]:
+def row_and_part(block: jax.Array, parts: int, *, reversed_rows: int = 0) -> tuple[jax.Array, jax.Array]:
     """Returns the row of a block and its part, of `parts` in each row.
 
-    The grid is (rows * parts,), because CUDA limits its second axis to 65535.
+    There is one grid axis of rows * parts, because CUDA limits its second axis to 65535.
 
     reversed_rows: the number of rows if the last ones come first, which the L2 cache still holds from the launch
         before; else 0.
     """
-    block = lax.axis_index("block")
     if reversed_rows:
         block = jnp.int32(reversed_rows * parts - 1) - block
     return lax.div(block, jnp.int32(parts)), lax.rem(block, jnp.int32(parts))
@@ -62,20 +61,21 @@ def cross_entropy_backward(
     rows, vocabulary = logits.shape
     chunks = RowChunks.make(vocabulary, logits.dtype.itemsize, chunk)
 
-    def cross_entropy_gradient(logits_ref, labels_ref, weights_ref, maximum_ref, total_ref, gradient_ref):
-        row, part = block_part(chunks.parts, reversed_rows=rows)
-        token = terms.token(labels_ref[row], weight_of_row((weights_ref,), row))
-        slope = terms.slope(maximum_ref[row], total_ref[row], token)
-        write_gradient(logits_ref.at[row], gradient_ref.at[row], chunks, part, slope, token.label)
+    def compute(block, refs):
+        row, part = row_and_part(block, chunks.parts, reversed_rows=rows)
+        token = terms.token(refs["labels"][row], weight_of(lambda ref: ref[row], refs["weights"]))
+        slope = terms.slope(refs["maximum"][row], refs["total"][row], token)
+        write_gradient(refs["logits"].at[row], refs["gradient"].at[row], chunks, part, slope, token.label)
 
-    gradient = settings.kernel(
-        cross_entropy_gradient,
-        out_type=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
-        grid=(rows * chunks.parts,),
-        grid_names=("block",),
+    found = row_kernel(
+        compute,
+        {"logits": logits, "labels": labels, "weights": weights, "maximum": statistics[0], "total": statistics[1]},
+        {"gradient": jax.ShapeDtypeStruct(logits.shape, logits.dtype)},
+        name="cross_entropy_gradient",
         compiler_params=compiler_params(logits.dtype),
-    )(logits, labels, weights, *statistics)
-    return varying_like(gradient, logits, labels, weights, *statistics)
+        rows=rows * chunks.parts,
+    )
+    return found["gradient"]
 
 
 def write_gradient(

@@ -6,11 +6,11 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops._norms.apply import apply_norm, check_arguments, mosaic_unsupported
-from pallas_kernels.ops._norms.norm import Norm, NormName
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.ops._norms.apply import run_norm
+from pallas_kernels.ops._norms.norm import NormName
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
-from pallas_kernels.primitives.checks import added_number, as_arrays, dropout_words, optional_arrays, static_flag
+from pallas_kernels.primitives.checks import as_arrays, dropout_words
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -69,26 +69,23 @@ def dropout_residual_norm(
     Source: Srivastava et al., "Dropout", 2014, https://jmlr.org/papers/v15/srivastava14a.html. The mask's generator is
     in `pallas_kernels.primitives.random`.
     """
-    x, residual = as_arrays("dropout_residual_norm", x=x, residual=residual)
-    scale, bias = optional_arrays("dropout_residual_norm", scale=scale, bias=bias)
-    check_arguments("dropout_residual_norm", x, scale, bias, residual)
-    _check(norm, bias)
-    words = dropout_words("dropout_residual_norm", rate, key, rate_name="rate", key_name="key")
-    rounds = static_flag("dropout_residual_norm", "rounds_before_scale", rounds_before_scale)
-    epsilon = added_number("dropout_residual_norm", "epsilon", epsilon)
-    support = {"mosaic": partial(mosaic_unsupported, x, scale, bias), "xla": lambda: None}
-    chosen = choose("dropout_residual_norm", implementation, support, preferred=("mosaic",))
-    if chosen == "xla" or x.size == 0:
-        options = {"norm": norm, "epsilon": epsilon, "rounds_before_scale": rounds}
-        return dropout_residual_norm_reference(x, scale, bias, residual=residual, rate=rate, key=words, **options)
-    settings = Norm(name=norm, epsilon=epsilon, rate=float(rate), rounds_before_scale=rounds)
-    y, total = apply_norm(settings, x, scale=scale, bias=bias, residual=residual, words=words)
-    assert total is not None
-    return y, total
-
-
-def _check(norm: str, bias: jax.Array | None) -> None:
+    (residual,) = as_arrays("dropout_residual_norm", residual=residual)
     if norm not in _NORMS:
         raise ValueError(f"dropout_residual_norm: unknown norm {norm!r}; it has {' and '.join(map(repr, _NORMS))}.")
     if norm == "rms_norm" and bias is not None:
         raise ValueError("dropout_residual_norm: 'rms_norm' has no bias; pass bias=None, or norm='layer_norm'.")
+    words = dropout_words("dropout_residual_norm", rate, key, rate_name="rate", key_name="key")
+    return run_norm(
+        "dropout_residual_norm",
+        norm,
+        x,
+        scale,
+        bias,
+        residual,
+        epsilon=epsilon,
+        rounds_before_scale=rounds_before_scale,
+        rate=rate,
+        words=words,
+        reference=partial(dropout_residual_norm_reference, rate=rate, key=words, norm=norm),
+        implementation=implementation,
+    )

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops._norms.norm import NormName
-from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
-from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
+from pallas_kernels.ops._norms.reference import norm_reference
 from pallas_kernels.primitives.random import array_keep_mask
 
 
@@ -22,7 +21,7 @@ def dropout_residual_norm_reference(
     norm: NormName = "rms_norm",
     epsilon: float = 1e-6,
     rounds_before_scale: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.dropout_residual_norm`. Draws the same mask as the kernels."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     value = x.astype(wide)
@@ -30,9 +29,4 @@ def dropout_residual_norm_reference(
         value = jnp.where(array_keep_mask(key, x.shape, rate=rate), value * (1.0 / (1.0 - rate)), 0)
     total = (value + residual.astype(wide)).astype(x.dtype)
     options = {"epsilon": epsilon, "rounds_before_scale": rounds_before_scale}
-    if norm == "layer_norm":
-        y = layer_norm_reference(total, scale, bias, **options)
-    else:
-        y = rms_norm_reference(total, jnp.ones(x.shape[-1:], x.dtype) if scale is None else scale, **options)
-    assert isinstance(y, jax.Array)
-    return y, total
+    return norm_reference(total, scale, bias, is_centered=norm == "layer_norm", returns_total=True, **options)

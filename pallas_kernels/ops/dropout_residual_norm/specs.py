@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 
 from pallas_kernels.ops._norms.backward import norm_backward, xla_gradients
@@ -39,7 +37,7 @@ def _xla_backward(*, norm, rate, key, rounds_before_scale=False, **arguments):
     found = saved_gradients(xla_gradients, Norm(name=norm, epsilon=1e-6), **arguments)
     kept = array_keep_mask(key, found.dtotal.shape, rate=rate)
     dx = jnp.where(kept, found.dtotal * (1.0 / (1.0 - rate)), 0).astype(found.dtotal.dtype)
-    return _all_of(replace(found, dx=dx))
+    return _all_of(found._replace(dx=dx))
 
 
 def _all_of(found):

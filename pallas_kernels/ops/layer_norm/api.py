@@ -8,10 +8,8 @@ from typing import Any
 import jax
 
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.ops._norms.apply import check_arguments, dispatch_norm
-from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
-from pallas_kernels.primitives.checks import added_number, as_arrays, optional_arrays, static_flag
+from pallas_kernels.ops._norms.apply import run_norm
+from pallas_kernels.ops._norms.reference import layer_norm_reference
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -72,21 +70,16 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450
     """
-    (x,) = as_arrays("layer_norm", x=x)
-    scale, bias, residual = optional_arrays("layer_norm", scale=scale, bias=bias, residual=residual)
-    check_arguments("layer_norm", x, scale, bias, residual)
-    epsilon = added_number("layer_norm", "epsilon", epsilon)
-    rounds = static_flag("layer_norm", "rounds_before_scale", rounds_before_scale)
-    returns_total = static_flag("layer_norm", "returns_total", returns_total)
-    return dispatch_norm(
-        Norm(name="layer_norm", epsilon=epsilon, rounds_before_scale=rounds),
+    return run_norm(
+        "layer_norm",
+        "layer_norm",
         x,
         scale,
         bias,
         residual,
+        epsilon=epsilon,
+        rounds_before_scale=rounds_before_scale,
         returns_total=returns_total,
-        reference=lambda x, scale, bias, residual: layer_norm_reference(
-            x, scale, bias, residual=residual, returns_total=returns_total, epsilon=epsilon, rounds_before_scale=rounds
-        ),
+        reference=layer_norm_reference,
         implementation=implementation,
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pallas_kernels.ops._norms.norm import Norm
+from pallas_kernels.ops._norms.reference import layer_norm_reference
 from pallas_kernels.ops._norms.specs import norm_op, parameter
 from pallas_kernels.ops.layer_norm.api import layer_norm
-from pallas_kernels.ops.layer_norm.reference import layer_norm_reference
 from pallas_kernels.spec_builders import array_call, calls
 
 

@@ -24,7 +24,6 @@ from pallas_kernels.ops._products.norm import (
     as_rows,
     check_norm,
     is_fusable,
-    norm_reference,
     norm_unsupported,
 )
 from pallas_kernels.ops.linear.config import preferred, tuned_config, tuned_key
@@ -139,7 +138,7 @@ def apply_linear(
 
     def reference(multiply, x, norm, w, bias, residual):
         options = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": dtype}
-        return linear_reference(norm_reference(norm, x), w, **options, multiply=multiply).astype(dtype)
+        return linear_reference(x, w, norm=norm, **options, multiply=multiply).astype(dtype)
 
     if chosen == "xla" or x.size == 0 or w.size == 0:
         return reference(matmul if implementation is None else jnp.matmul, x, norm, w, bias, residual)

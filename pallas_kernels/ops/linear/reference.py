@@ -8,29 +8,31 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.arguments import Norm
 from pallas_kernels.ops._products.checks import optional_activation
-from pallas_kernels.ops._products.norm import as_rows
+from pallas_kernels.ops._products.norm import as_rows, norm_reference
 
 
 def linear_reference(
     x: jax.Array,
     w: jax.Array,
     *,
+    norm: Norm | None = None,
     bias: jax.Array | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
     multiply: Callable[..., jax.Array] = jnp.matmul,
 ) -> jax.Array:
-    """See `pallas_kernels.linear`. multiply: computes the product of two matrices.
+    """See `pallas_kernels.linear` and `norm_linear`. multiply: computes the product of two matrices.
 
-    The product is rounded to the wider of x's and the result's dtype, what follows is in float32. With float64 inputs
-    all is float64, the result too.
+    The normalised x is rounded to x's dtype, and the product to the wider of x's and the result's; what follows is in
+    float32. With float64 inputs all is float64, the result too.
     """
     out_dtype = jnp.dtype(x.dtype if out_dtype is None or x.dtype == jnp.float64 else out_dtype)
     wide = jnp.promote_types(jnp.promote_types(x.dtype, out_dtype), jnp.float32)
     # Rows as one dimension: with more, XLA on CPUs sums the gradients of products in bfloat16.
-    y = multiply(as_rows(x), w, preferred_element_type=jnp.promote_types(x.dtype, out_dtype))
+    y = multiply(as_rows(norm_reference(norm, x)), w, preferred_element_type=jnp.promote_types(x.dtype, out_dtype))
     y = y.reshape(*x.shape[:-1], w.shape[-1])
     if bias is not None or activation is not None or residual is not None:
         y = y.astype(wide)

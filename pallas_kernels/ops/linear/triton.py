@@ -17,8 +17,8 @@ import jax_triton  # pyright: ignore[reportMissingImports]
 import triton
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+from pallas_kernels.ops._norms.reference import rms_norm_reference
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
-from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from pallas_kernels.ops._products.specs import (
     weight,
     with_norm,
 )
+from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.ops.norm_linear.api import norm_linear
-from pallas_kernels.ops.norm_linear.reference import norm_linear_reference
 from pallas_kernels.spec_builders import as_taken, both_passes, traffic
 from pallas_kernels.specs import OpSpec
 
@@ -31,7 +31,7 @@ _FUNCTION = as_taken(norm_linear, with_norm)
 NORM_LINEAR = OpSpec(
     name="norm_linear",
     function=_FUNCTION,
-    reference=as_taken(norm_linear_reference, with_norm),
+    reference=as_taken(linear_reference, with_norm),
     implementations=("mosaic", "triton", "xla"),
     differentiable=_DIFFERENTIABLE,
     batched=("x", "mean_square"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from pallas_kernels.ops._products.checks import check_bias, check_operands, chec
 from pallas_kernels.ops._products.norm import after_norm, as_rows, check_norm, norm_unsupported
 from pallas_kernels.ops.qkv_projection.config import HeadForm, chosen_config, preferred
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward, qkv_projection_mosaic
+from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import Operands
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
 from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.ops.rope.tables import check_tables, row_tables
@@ -119,7 +121,6 @@ def qkv_projection(
         "mosaic": partial(mosaic_unsupported, x, weights, biases, head_size, norm, rope, (q_norm, k_norm)),
         "xla": lambda: None,
     }
-    rows = as_rows(x)
     order = partial(preferred, x, weights, head_size=head_size, is_rotated=rope is not None)
     chosen = choose("qkv_projection", implementation, support, preferred=order)
     if chosen == "xla" or x.size == 0 or any(w.size == 0 for w in weights):
@@ -128,20 +129,23 @@ def qkv_projection(
         )
     tables = None if rope is None else _tables(rope, x, head_size)
     head_scales = tuple(None if n is None or n.scale is None else jnp.asarray(n.scale) for n in (q_norm, k_norm))
-    rows, norm, *rest = varying_alike((rows, norm, weights, biases or (None,) * 3, head_scales, tables))
+    given = Operands(x=as_rows(x), weights=weights, biases=biases or (None,) * 3, head_scales=head_scales)
+    given, norm, tables = varying_alike((given, norm, tables))
     form = HeadForm(
         size=head_size,
         is_rotated=rope is not None,
         epsilons=tuple(None if n is None else float(n.epsilon) for n in (q_norm, k_norm)),
         rounds=tuple(n is not None and n.rounds_before_scale for n in (q_norm, k_norm)),
     )
-    config = chosen_config(rows, weights, form)
+    config = chosen_config(given.x, weights, form)
 
-    def forward(x, weights, biases, head_scales, tables, norm):
-        operands = {"biases": biases, "head_scales": head_scales, "tables": tables}
-        return qkv_projection_forward(x, weights, form=form, norm=norm, **operands, config=config)[0]
+    def differentiable(x, row_scale, given, tables):
+        return qkv_projection_mosaic(form, replace(given, x=x, row_scale=row_scale), tables)
 
-    results = after_norm(partial(qkv_projection_mosaic, form), forward, config, norm, rows, *rest)
+    def forward(x, given, tables, norm):
+        return qkv_projection_forward(form, replace(given, x=x), tables, norm=norm, config=config)[0]
+
+    results = after_norm(differentiable, forward, config, norm, given.x, replace(given, x=None), tables)
     shapes = [(y.shape[1],) if head_size is None else (y.shape[1] // head_size, head_size) for y in results]
     q, k, v = (y.reshape(*x.shape[:-1], *shape) for y, shape in zip(results, shapes, strict=True))
     return q, k, v

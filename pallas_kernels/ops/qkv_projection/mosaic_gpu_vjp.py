@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -10,82 +11,89 @@ import jax.numpy as jnp
 from pallas_kernels.ops._products.product import product_gradients
 from pallas_kernels.ops.qkv_projection.config import HeadForm
 from pallas_kernels.ops.rope.heads import HeadArray, launch_heads
-from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 
-Arrays = tuple[jax.Array, ...]
-OptionalArrays = Sequence[jax.Array | None]
+Tables = tuple[jax.Array, jax.Array]
+"""Cosines and sines, (rows, head size or half of that) float32 each."""
 
 
-def qkv_projection_backward(
-    x: jax.Array,
-    weights: Sequence[jax.Array],
-    cotangents: Sequence[jax.Array],
-    *,
-    form: HeadForm,
-    products: OptionalArrays = (None, None),
-    row_scale: jax.Array | None = None,
-    biases: OptionalArrays = (None, None, None),
-    head_scales: OptionalArrays = (None, None),
-    tables: tuple[jax.Array, jax.Array] | None = None,
-) -> tuple[jax.Array, Arrays, jax.Array | None, tuple[jax.Array | None, ...], tuple[jax.Array | None, ...]]:
-    """Returns the gradients of x, of the weights, of row_scale, of the biases and of head_scales.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """The arrays of a call, or their gradients; without the tables, whose gradients are XLA's.
 
-    Arguments as for `qkv_projection_forward`; cotangents: (rows, outputs) each; products: those that it returned.
+    x: (rows, features), weights: (features, outputs) each, all of one 16-bit dtype. row_scale: (rows,) float32, the
+    factors of x's rows. biases: (outputs,) each. head_scales: of the norms of query and key heads, (head size,) each.
     """
-    dproducts, dbiases, dscales = _through_heads(cotangents, form, products, biases, head_scales, tables)
-    dx, dweights, drow_scale = product_gradients(x, weights, dproducts, row_scale)
-    return dx, dweights, drow_scale, dbiases, dscales
+
+    x: jax.Array
+    weights: tuple[jax.Array, ...]
+    row_scale: jax.Array | None = None
+    biases: tuple[jax.Array | None, ...] = (None, None, None)
+    head_scales: tuple[jax.Array | None, ...] = (None, None)
 
 
-def _through_heads(
-    cotangents: Sequence[jax.Array],
+def heads_of(
     form: HeadForm,
-    products: OptionalArrays,
-    biases: OptionalArrays,
-    head_scales: OptionalArrays,
-    tables: tuple[jax.Array, jax.Array] | None,
-) -> tuple[Arrays, tuple[jax.Array | None, ...], tuple[jax.Array | None, ...]]:
-    """Returns the gradients of the products with biases, of the biases and of the head norms' scales."""
-    if form.size is None or not (form.is_normed or form.is_rotated):
-        sums = (
-            None if b is None else jnp.sum(d, axis=0, dtype=jnp.float32)
-            for d, b in zip(cotangents, biases, strict=True)
-        )
-        return tuple(cotangents), _cast_like(biases, sums), (None, None)
-    if not form.is_normed and all(bias is None for bias in biases):
-        return _rotated_back(cotangents, tables, form), (None,) * 3, (None, None)
-    heads = [
+    given: Operands,
+    arrays: Sequence[jax.Array],
+    products: Sequence[jax.Array | None] = (None, None),
+    *,
+    has_biases: bool = False,
+) -> list[HeadArray]:
+    """Returns query, key and value as arguments of `launch_heads`. has_biases: whether biases' gradients are summed."""
+    parts = zip(
+        arrays,
+        (*products, None),
+        (*given.head_scales, None),
+        (*form.epsilons, None),
+        (*form.rounds, False),
+        (form.is_rotated, form.is_rotated, False),
+        given.biases,
+        strict=True,
+    )
+    return [
         HeadArray(
-            array=cotangent,
+            array=array,
             product=product,
             scale=scale,
             epsilon=epsilon,
+            rounds_before_scale=rounds,
             is_rotated=is_rotated,
-            has_bias=bias is not None,
+            has_bias=has_biases and bias is not None,
         )
-        for cotangent, product, scale, epsilon, is_rotated, bias in zip(
-            cotangents,
-            (*products, None),
-            (*head_scales, None),
-            (*form.epsilons, None),
-            (form.is_rotated, form.is_rotated, False),
-            biases,
-            strict=True,
-        )
+        for array, product, scale, epsilon, rounds, is_rotated, bias in parts
     ]
-    results = launch_heads(heads, tables, size=form.size, is_backward=True, name="qkv_heads_gradient")
-    dbiases = _cast_like(biases, [result.bias for result in results])
-    return tuple(result.array for result in results), dbiases, _cast_like(head_scales, [r.scale for r in results[:2]])
 
 
-def _rotated_back(
-    cotangents: Sequence[jax.Array], tables: tuple[jax.Array, jax.Array] | None, form: HeadForm
-) -> Arrays:
-    assert tables is not None and form.size is not None
-    *rotated, dv = cotangents
-    heads = [d.reshape(1, d.shape[0], -1, form.size) for d in rotated]
-    dq, dk = rope_rotate(heads, *tables, rotated=form.size, interleaved=False, inverse=True)
-    return dq.reshape(rotated[0].shape), dk.reshape(rotated[1].shape), dv
+def qkv_projection_backward(
+    form: HeadForm,
+    given: Operands,
+    tables: Tables | None,
+    products: Sequence[jax.Array | None],
+    cotangents: Sequence[jax.Array],
+) -> Operands:
+    """Returns the gradients. products: those that `qkv_projection_forward` returned; cotangents: (rows, outputs)."""
+    dproducts, dscales = tuple(cotangents), (None, None)
+    if form.size is None or not (form.is_normed or form.is_rotated):
+        sums = [
+            None if bias is None else jnp.sum(d, axis=0, dtype=jnp.float32)
+            for d, bias in zip(cotangents, given.biases, strict=True)
+        ]
+    else:
+        heads = heads_of(form, given, cotangents, products, has_biases=True)
+        is_rope = not form.is_normed and not any(each.has_bias for each in heads)
+        name = "rope" if is_rope else "qkv_heads_gradient"
+        results = launch_heads(heads, tables, size=form.size, is_backward=True, name=name)
+        dproducts, sums = tuple(each.array for each in results), [each.bias for each in results]
+        dscales = [each.scale for each in results[:2]]
+    dx, dweights, drow_scale = product_gradients(given.x, given.weights, dproducts, given.row_scale)
+    return Operands(
+        x=dx,
+        weights=dweights,
+        row_scale=drow_scale,
+        biases=_cast_like(given.biases, sums),
+        head_scales=_cast_like(given.head_scales, dscales),
+    )
 
 
 def _cast_like(arrays, sums):

@@ -22,6 +22,7 @@ from pallas_kernels.ops._products.specs import (
 from pallas_kernels.ops.qkv_projection.api import qkv_projection
 from pallas_kernels.ops.qkv_projection.config import HeadForm, candidates, tuned_key
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward
+from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import Operands
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
 from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.spec_builders import as_taken, both_passes, traffic, variants
@@ -91,16 +92,21 @@ def _forward(*, config, **arguments):
     called = _as_called(arguments)
     x, rope = called["x"], called.get("rope")
     rows, options = normed(x, called.get("norm"), config)
+    tables = None
     if rope is not None:
-        options["tables"] = (
+        tables = (
             angle_tables(rope.positions.reshape(-1), called["head_size"], rope.theta)
             if rope.cos is None
             else tuple(table.reshape(-1, called["head_size"]) for table in (rope.cos, rope.sin))
         )
-    options["head_scales"] = tuple(arguments.get(name) for name in _SCALES)
-    options["biases"] = called.get("bias", (None,) * 3)
-    weights = [called[name] for name in _WEIGHTS]
-    results, _ = qkv_projection_forward(rows, weights, form=_form(called), **options, config=config)
+    given = Operands(
+        x=rows,
+        weights=tuple(called[name] for name in _WEIGHTS),
+        row_scale=options.pop("row_scale", None),
+        biases=tuple(called.get("bias", (None,) * 3)),
+        head_scales=tuple(arguments.get(name) for name in _SCALES),
+    )
+    results, _ = qkv_projection_forward(_form(called), given, tables, **options, config=config)
     return tuple(y.reshape(*x.shape[:-1], -1, called["head_size"]) for y in results)
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.ops._norms.apply import check_arguments, dispatch_norm
-from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
-from pallas_kernels.primitives.checks import added_number, as_arrays, optional_arrays, static_flag
+from pallas_kernels.ops._norms.apply import run_norm
+from pallas_kernels.ops._norms.reference import rms_norm_reference
+from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -68,21 +67,17 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, https://arxiv.org/abs/1910.07467
     """
-    x, scale = as_arrays("rms_norm", x=x, scale=scale)
-    (residual,) = optional_arrays("rms_norm", residual=residual)
-    check_arguments("rms_norm", x, scale, None, residual)
-    epsilon = added_number("rms_norm", "epsilon", epsilon)
-    rounds = static_flag("rms_norm", "rounds_before_scale", rounds_before_scale)
-    returns_total = static_flag("rms_norm", "returns_total", returns_total)
-    return dispatch_norm(
-        Norm(name="rms_norm", epsilon=epsilon, rounds_before_scale=rounds),
+    (scale,) = as_arrays("rms_norm", scale=scale)
+    return run_norm(
+        "rms_norm",
+        "rms_norm",
         x,
         scale,
         None,
         residual,
+        epsilon=epsilon,
+        rounds_before_scale=rounds_before_scale,
         returns_total=returns_total,
-        reference=lambda x, scale, _, residual: rms_norm_reference(
-            x, scale, residual=residual, returns_total=returns_total, epsilon=epsilon, rounds_before_scale=rounds
-        ),
+        reference=rms_norm_reference,
         implementation=implementation,
     )

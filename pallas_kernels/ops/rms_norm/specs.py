@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pallas_kernels.ops._norms.norm import Norm
+from pallas_kernels.ops._norms.reference import rms_norm_reference
 from pallas_kernels.ops._norms.specs import norm_op, parameter
 from pallas_kernels.ops.rms_norm.api import rms_norm
-from pallas_kernels.ops.rms_norm.reference import rms_norm_reference
 from pallas_kernels.spec_builders import array_call, calls
 
 

@@ -1,7 +1,7 @@
 """The norm and rotation of any numbers of heads, forward and backward: for `rope`, and for `qkv_projection`.
 
-`qkv_projection` normalises heads here, and rotates them with it; without norms its product's epilogue rotates. With
-norms or biases its backward pass runs here, too.
+`qkv_projection` normalises heads here, and rotates them with it; without norms its product's epilogue rotates. Its
+backward pass runs here, too.
 
 Cosines and sines come from tables, which XLA computes once for all launches that have them. With p a head of a product,
 r = 1 / sqrt(mean(p**2) + epsilon) and g its cotangent, rotated back, the gradients are

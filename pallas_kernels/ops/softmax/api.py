@@ -118,19 +118,22 @@ def mosaic_unsupported(x: jax.Array, *, axis: int = -1, mask: jax.Array | None =
     """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     if reason := dtypes_unsupported(x=x, mask=None if mask is None or mask.dtype == jnp.bool_ else mask):
         return reason
-    if axis % x.ndim != x.ndim - 1:
-        return f"axis {axis} is not the last of {x.ndim}, along which the kernels go; move it there first"
+    if reason := _axis_unsupported(x, axis):
+        return reason
     if x.shape[-1] < THREADS and x.size:
         return f"rows have {x.shape[-1]} features, a warpgroup shares at least {THREADS}"
     return mosaic_gpu_unsupported()
 
 
 def _triton_unsupported(x: jax.Array, *, axis: int, mask: jax.Array | None) -> str | None:
-    if axis % x.ndim != x.ndim - 1:
-        return f"axis {axis} is not the last of {x.ndim}, along which the kernels go; move it there first"
-    if mask is not None:
-        return "the kernels take no mask"
-    return triton_unsupported(x)
+    reason = _axis_unsupported(x, axis) or (None if mask is None else "the kernels take no mask")
+    return reason or triton_unsupported(x)
+
+
+def _axis_unsupported(x: jax.Array, axis: int) -> str | None:
+    if axis % x.ndim == x.ndim - 1:
+        return None
+    return f"axis {axis} is not the last of {x.ndim}, along which the kernels go; move it there first"
 
 
 def _check(

@@ -23,6 +23,7 @@ from pallas_kernels.primitives.rows import (
     Row,
     RowValues,
     Segment,
+    cut_row,
     load_columns,
     load_row,
     map_row,
@@ -131,18 +132,11 @@ def whole_row_segments(x: jax.Array, masking: Masking) -> tuple[Segment, ...]:
     features, itemsize = x.shape[1], x.dtype.itemsize
     if at_once := masking.rows_at_once(x):
         return split_short_rows(features, itemsize, rows=at_once)
-    segments = split_row(features, itemsize)
+    segments, pieces = split_row(features, itemsize), []
     if masking.queries is None:
         return segments
-    pieces = []
     for segment in segments:
-        unit = THREADS * segment.vector
-        size = max(unit, -(-segment.size // (CAUSAL_PIECES * unit)) * unit)
-        for start in range(0, segment.size, size):
-            part = min(size, segment.size - start)
-            pieces.append(Segment(offset=segment.offset + start, size=part, vector=segment.vector, repeated=0))
-    if segments[-1].repeated:
-        pieces[-1] = segments[-1]
+        pieces += cut_row((segment,), -(-segment.size // (CAUSAL_PIECES * THREADS * segment.vector)))
     return tuple(pieces)
 
 

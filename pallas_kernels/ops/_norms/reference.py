@@ -1,4 +1,4 @@
-"""LayerNorm in plain `jax.numpy`: the definition, and the implementation `"xla"`."""
+"""The norms in plain `jax.numpy`: the definition, and the implementation `"xla"`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ import jax.numpy as jnp
 _mean = partial(jnp.mean, axis=-1, keepdims=True)
 
 
-def layer_norm_reference(
+def norm_reference(
     x: jax.Array,
     scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     *,
+    is_centered: bool,
     residual: jax.Array | None = None,
     returns_total: bool = False,
     epsilon: float = 1e-6,
     rounds_before_scale: bool = False,
     mean: Callable[[jax.Array], jax.Array] = _mean,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.layer_norm`. Accumulates in float32 (float64 for float64 inputs). mean: of rows."""
+    """See `pallas_kernels.layer_norm`. Accumulates in float32 (float64 for float64 inputs).
+
+    is_centered: whether each row's mean is subtracted. mean: of rows.
+    """
     total = x if residual is None else x + residual
     wide = jnp.promote_types(x.dtype, jnp.float32)
     value = total.astype(wide)
-    centered = value - mean(value)
-    y = centered * jax.lax.rsqrt(mean(jnp.square(centered)) + epsilon)
+    if is_centered:
+        value = value - mean(value)
+    y = value * jax.lax.rsqrt(mean(jnp.square(value)) + epsilon)
     if rounds_before_scale:
         y = y.astype(x.dtype)
     else:
@@ -35,3 +40,7 @@ def layer_norm_reference(
     y = y if scale is None else y * scale
     y = (y if bias is None else y + bias).astype(x.dtype)
     return (y, total) if returns_total or residual is not None else y
+
+
+rms_norm_reference = partial(norm_reference, is_centered=False)
+layer_norm_reference = partial(norm_reference, is_centered=True)
