@@ -111,6 +111,10 @@ def call_operation(
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    for place in places:
+        if jnp.issubdtype(leaves[place].dtype, jax.dtypes.prng_key) and not leaves[place].ndim:
+            leaves[place] = jax.random.key_data(leaves[place])  # XLA's partitioner knows no keys
+    args, kwargs = jax.tree.unflatten(structure, leaves)
     arrays = [leaves[place] for place in places]
 
     def call(*arrays: Any, **given: Any) -> Any:

@@ -20,7 +20,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad
 
-from pallas_kernels.primitives.cuts import Cut, Sums, varying
+from pallas_kernels.primitives.cuts import Cut, Sums, told_of_parts, varying
 from pallas_kernels.primitives.dimensions import (
     Axes,
     Dimensions,
@@ -103,9 +103,10 @@ class Shared:
         return partial(self.parts, cut.sums) if cut.sums else self.function
 
     def _result(self, cut: Cut | None, *arrays: Any) -> list[Any]:
-        return jax.tree.leaves(self._of(cut)(*arrays))
+        return jax.tree.leaves(self._of(cut)(*told_of_parts(self.rule, cut, arrays)))
 
     def _result_and_kept(self, wanted: Sequence[bool], kept: Any, cut: Cut | None, *arrays: Any) -> list[Any]:
+        arrays = told_of_parts(self.rule, cut, arrays)
         result, pullback = with_pullback(self._of(cut), wanted, *arrays)
         values, parts = computed_among(pullback, arrays), self._parts(kept, cut)
         if _types_of(values) != [(whole, dtype) for whole, _, dtype in parts]:
@@ -124,7 +125,7 @@ class Shared:
         *operands: Any,
     ) -> list[Any]:
         count = len(wanted) + len(kept)
-        arrays: Sequence[Any] = operands[: len(wanted)]
+        arrays: Sequence[Any] = told_of_parts(self.rule, cut, operands[: len(wanted)])
         values, cotangents = operands[len(wanted) : count], iter(operands[count:])
         if cut is not None and cut.sums:
             arrays = [varying(array, cut.shared) for array in arrays]

@@ -19,6 +19,7 @@ from pallas_kernels.primitives.random import (
     epoch_word,
     key_words,
     mixed_words,
+    row_of_whole,
     shared_word,
 )
 
@@ -56,12 +57,13 @@ def keep_bits(key: jax.Array, batch: int, heads: int, queries: int, keys: int, *
     """
     grid = Grid(batch=batch, heads=heads, queries=queries, keys=keys)
     words = mixed_words(key_words(key))
+    grid.has_epochs |= len(words) > 2  # a part's are those of the whole array
     columns = -(-keys // TILE) * (TILE // WORD)
     # Places of one count are one fusion; of axes of their own, XLA would compute parts in four further launches.
     place = jnp.arange(batch * heads * queries * columns, dtype=jnp.uint32)
     column, place = place % jnp.uint32(columns), place // jnp.uint32(columns)
     query = place % jnp.uint32(queries)
-    row = grid.row(place // jnp.uint32(queries), query)
+    row = grid.row(row_of_whole(words, place // jnp.uint32(queries)), query)
     second, is_other = grid.second(words, row), (query & _OTHER) != 0
     start = (row & jnp.uint32(_PERIOD - 1 - _OTHER)) * jnp.uint32(grid.keys) + column * jnp.uint32(WORD)
     found = jnp.uint32(0)
