@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -23,12 +25,13 @@ def grouped_linear_reference(
     bias: jax.Array | None = None,
     activation: str | None = None,
     transpose: bool = False,
+    multiply: Callable[..., jax.Array] = lax.ragged_dot,
 ) -> jax.Array:
     """See `pallas_kernels.grouped_linear`. The product is rounded to x's dtype, what follows is in float32."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     group = group_of_rows(group_sizes, x.shape[0])
     sizes = jnp.bincount(group, length=w.shape[0] + 1)[:-1].astype(jnp.int32)
-    y = lax.ragged_dot(x, w.swapaxes(1, 2) if transpose else w, sizes, preferred_element_type=x.dtype)
+    y = multiply(x, w.swapaxes(1, 2) if transpose else w, sizes, preferred_element_type=x.dtype)
     if bias is not None:
         y = y.astype(wide) + bias.astype(wide)[group]  # rows of no group take the last one's, and are zero below
     if function := optional_activation("grouped_linear", activation):
