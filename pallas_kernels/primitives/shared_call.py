@@ -22,6 +22,7 @@ from jax._src.interpreters.batching import fancy_primitive_batchers
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import hlo
 from jax._src.sharding_impls import ShardingContext, parse_flatten_op_sharding
+from jax._src.state.discharge import discharge_state
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
@@ -41,6 +42,8 @@ _NONE = AbstractMesh((), ())
 def needed(function: Callable[..., Any], *arrays: Any) -> list[Any]:
     """Calls a function without what does not lead to its results: Shardy would give axes to it."""
     closed = jax.make_jaxpr(function)(*arrays)
+    if closed.effects:  # references that a kernel makes for itself, to update arrays in place
+        closed = discharge_state(closed)
     jaxpr, _ = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arrays)
 
