@@ -148,13 +148,16 @@ class Rule:
         """Returns the mesh axes of each name.
 
         Names of `summed` come first where all operands that have one agree, then those of results or their cotangents,
-        then those of the largest arrays. An axis is used once, where it divides the dimension.
+        then those of the largest arrays; of the arguments in order, where nothing is asked of results. An axis is used
+        once, where it divides the dimension.
 
         sizes: of the mesh axes. asked: the partition spec of each array, operands before results.
         """
         axes_of: dict[str, Axes] = {}
         first = range(len(self.operands), len(asked)) if self.primal is None else range(self.primal, len(self.operands))
-        others = sorted(set(range(len(asked))) - set(first), key=self._size, reverse=True)
+        others: Sequence[int] = sorted(set(range(len(asked))) - set(first), key=self._size, reverse=True)
+        if self.primal is None and not any(axes_at(asked[i], k) for i in first for k in range(len(self.arrays[i]))):
+            others = range(len(self.operands))
         for name in sorted(self.summed):
             places = [(i, own.index((name,))) for i, own in enumerate(self.operands) if (name,) in own]
             found = {axes_at(asked[i], place) for i, place in places}

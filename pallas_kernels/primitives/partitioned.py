@@ -29,6 +29,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from pallas_kernels.primitives.dimensions import Dimensions
+from pallas_kernels.primitives.explicit import by_explicit_axes, is_explicit, on_one_device
 from pallas_kernels.primitives.interpreter import reason_against
 from pallas_kernels.primitives.platform import is_interpreted
 from pallas_kernels.primitives.sharded import Shared, shared_by, with_pullback
@@ -117,13 +118,16 @@ def call_operation(
     args, kwargs = jax.tree.unflatten(structure, leaves)
     arrays = [leaves[place] for place in places]
 
-    def call(*arrays: Any, **given: Any) -> Any:
+    def unsettled(*arrays: Any, **given: Any) -> Any:
         merged = list(leaves)
         for place, array in zip(places, arrays, strict=True):
             merged[place] = array
         args, kwargs = jax.tree.unflatten(structure, merged)
+        return function(*args, **{**kwargs, **given})
+
+    def call(*arrays: Any, **given: Any) -> Any:
         with _set(_settled, operation):
-            return function(*args, **{**kwargs, **given})
+            return unsettled(*arrays, **given)
 
     if is_settled(operation):
         return function(*args, **kwargs)
@@ -131,7 +135,17 @@ def call_operation(
         reason = reason_against(call, tuple(arrays), with_gradient=kwargs.get("implementation") is None)
         with _set(_uninterpretable, None if reason is None else (operation, reason)):
             return function(*args, **kwargs)
-    if not any(isinstance(leaf, Tracer) for leaf in arrays) or not may_be_partitioned():
+    if not any(isinstance(leaf, Tracer) for leaf in arrays):
+        return function(*args, **kwargs)
+    reference = partial(call, implementation="xla")
+    if dimensions is not None and is_explicit() and any(any(jax.typeof(leaf).sharding.spec) for leaf in arrays):
+        with on_one_device():
+            with _set(_open_to, operation), contextlib.suppress(KernelChosen):  # checks and records the call
+                jax.eval_shape(unsettled, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays))
+            shared = shared_by(operation, dimensions, function, call, reference, (args, kwargs), places)
+        if shared is not None:
+            return by_explicit_axes(shared, partial(_warn_here, operation))(*arrays)
+    if not may_be_partitioned():
         return function(*args, **kwargs)
     if dimensions is None and automatic_axes() and kwargs.get("implementation") is None:
         return function(*args, **kwargs)  # by XLA
@@ -140,7 +154,6 @@ def call_operation(
             return function(*args, **kwargs)
     except KernelChosen as chosen:
         is_requested = chosen.is_requested
-    reference = partial(call, implementation="xla")
     several = Reference(function=reference)
     if dimensions is not None:
         several = shared_by(operation, dimensions, function, call, reference, (args, kwargs), places) or several
@@ -167,6 +180,11 @@ def kernel_warnings() -> Iterator[dict[str, str]]:
         yield heard
 
 
+def _warn_here(operation: str, what: str, why: str) -> None:
+    """Warns of an operation that is traced, at the line of the call."""
+    _show(f"{operation} {what}: {why}", operation, source_info_util.current().traceback)
+
+
 _warned: dict[Any, Any] = {}
 """Python's record of the warnings given, by which each is shown once for a line of the caller's."""
 
@@ -176,10 +194,14 @@ def _warn(ctx: Any, operation: str, what: str, why: str | None = None) -> None:
     context = ctx.module_context.axis_context
     devices = context.num_devices if isinstance(context, ShardingContext) else context.mesh.size
     message = f"{operation} {what}: {why or f'the program is compiled for {devices} devices, and {INSIDE_SHARD_MAP}'}"
+    _show(message, operation, ctx.traceback)
+
+
+def _show(message: str, operation: str, traceback: Any) -> None:
     if (heard := _heard.get()) is not None:
         heard[message] = operation
         return
-    frames = source_info_util.user_frames(ctx.traceback)
+    frames = source_info_util.user_frames(traceback)
     places = [(frame.file_name, frame.start_line) for frame in frames if not frame.file_name.startswith(_PACKAGE)]
     warnings.warn_explicit(message, KernelWarning, *next(iter(places), ("unknown", 0)), registry=_warned)
 

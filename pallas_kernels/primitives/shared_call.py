@@ -34,8 +34,10 @@ from pallas_kernels.primitives.dimensions import (
 )
 from pallas_kernels.primitives.platform import target_device
 
-notify: ContextVar[Callable[[str, str], None] | None] = ContextVar("notify", default=None)
-"""Takes what a call does in a program that is lowered, and why, for a warning."""
+Notify = Callable[[str, str], None]
+"""Takes what a call does, and why, for a warning."""
+notify: ContextVar[Notify | None] = ContextVar("notify", default=None)
+"""Of the call that is lowered."""
 _NONE = AbstractMesh((), ())
 
 
@@ -135,7 +137,7 @@ def _device(platforms: Sequence[str]) -> AbstractDevice:
 def _partition(
     run: Callable[..., Any],
     rule: Rule,
-    warn: Callable[[str, str], None],
+    warn: Notify,
     mesh: AbstractMesh,
     operands: Any,
     results: Any,
@@ -143,24 +145,38 @@ def _partition(
     """Answers how a call's arrays are cut, and returns what one device computes."""
     asked = [each.sharding.spec for each in (*operands, *results)]
     cut, specs = cut_of(rule, dict(mesh.shape), asked)
-    for axis, labels in rule.gathered(asked, cut.axes_of).items():
-        what = f"gathers {', '.join(dict.fromkeys(labels))} over the mesh axis {axis!r}"
-        warn(what, "the operation cannot be cut there, so that devices along this axis repeat its work")
+    notify_of_gathers(rule, asked, cut, warn)
     manual = mesh.update(axis_types=(AxisType.Manual,) * len(mesh.axis_names))
 
     def local(*arrays: Any) -> Any:
         # JAX lets a mesh of another size replace none but the empty one.
         with use_abstract_mesh(_NONE), use_abstract_mesh(manual), jax_config._check_vma(bool(cut.sums)):
-            if cut.sums:
-                arrays = tuple(varying(each, cut.own(own)) for each, own in zip(arrays, rule.operands, strict=True))
-            computed = needed(partial(run, cut), *arrays)
-            if rule.primal is None:
-                return tuple(computed)
-            pairs = zip(computed, rule.results, cut.scattered, strict=True)
-            return tuple(summed(each, cut.lacked(own), scattered) for each, own, scattered in pairs)
+            return local_call(run, rule, cut)(*arrays)
 
     places = [NamedSharding(mesh, spec) for spec in specs]
     return mesh, local, tuple(places[len(operands) :]), tuple(places[: len(operands)])
+
+
+def notify_of_gathers(rule: Rule, asked: Sequence[Any], cut: Cut, warn: Notify) -> None:
+    """Warns of the mesh axes along which devices repeat the work. asked: the partition specs of the operands."""
+    for axis, labels in rule.gathered(asked, cut.axes_of).items():
+        what = f"gathers {', '.join(dict.fromkeys(labels))} over the mesh axis {axis!r}"
+        warn(what, "the operation cannot be cut there, so that devices along this axis repeat its work")
+
+
+def local_call(run: Callable[..., Any], rule: Rule, cut: Cut) -> Callable[..., tuple[Any, ...]]:
+    """Returns what one device computes of its parts, where all mesh axes are manual."""
+
+    def local(*arrays: Any) -> tuple[Any, ...]:
+        if cut.sums:
+            arrays = tuple(varying(each, cut.own(own)) for each, own in zip(arrays, rule.operands, strict=True))
+        computed = needed(partial(run, cut), *arrays)
+        if rule.primal is None:
+            return tuple(computed)
+        pairs = zip(computed, rule.results, cut.scattered, strict=True)
+        return tuple(summed(each, cut.lacked(own), scattered) for each, own, scattered in pairs)
+
+    return local
 
 
 def _batch(axis: Any, operands: Any, places: Any, *, run: Any, rule: Rule, types: Any, shared: Any) -> Any:
