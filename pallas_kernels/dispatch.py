@@ -47,11 +47,10 @@ Implementation = str | Sequence[str] | None
 All implementations have first derivatives in reverse mode. Second derivatives and forward mode need "xla"; the others
 raise.
 
-Under `jax.jit`, devices that have parts of the arrays share the work of most operations, each with its kernel; see
-docs/several-gpus.md. The other operations are left to XLA there, with a `KernelWarning` when the program is compiled,
-as tracing cannot see the arguments' shardings. A kernel asked for by name alone runs: XLA gathers whole arrays on every
-device, and a `KernelWarning` says so. With explicit mesh axes, and for arrays outside `jit` that are spread over
-devices, None takes "xla", and the name of a kernel raises: call the operation inside `jax.shard_map`.
+Under `jax.jit`, devices that have parts of the arrays share an operation's work, each with its kernel; see
+docs/several-gpus.md. Where they cannot, the call is left to XLA, with a `KernelWarning` when the program is compiled.
+For arrays outside `jit` that are spread over devices, None takes "xla", and the name of a kernel raises: call the
+operation inside `jax.shard_map`.
 """
 
 Support = Callable[[], str | None]
@@ -194,7 +193,7 @@ def choose(
             reason = _reason(operation, name, support[name], requested)
         if reason is None:
             if name in _OF_ONE_DEVICE and is_open(operation):
-                raise KernelChosen(is_requested=requested is not None and "xla" not in order)
+                raise KernelChosen
             return name
         refused.append(f"{name!r}: {reason}")
     raise NotImplementedError(

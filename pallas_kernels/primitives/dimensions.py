@@ -288,7 +288,7 @@ def _of_rank(pattern: str, sizes: Mapping[str, int]) -> tuple[Dimension, ...]:
     words = [() if word == ("_",) else word for word in _words(pattern)]
     leading = [(name,) for name in sorted((name for name in sizes if name.startswith(ROWS)), reverse=True)]
     own = [each for word in words for each in (leading if word == (ROWS,) else [word])]
-    return tuple(tuple(name for name in each if sizes[name] > 1) for each in own)
+    return tuple(tuple(name for name in each if sizes.get(name, 1) > 1) for each in own)
 
 
 def _names(pattern: str, rank: int) -> list[Dimension]:

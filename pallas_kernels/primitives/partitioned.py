@@ -2,8 +2,8 @@
 
 Tracing cannot see the shardings of `jax.jit`'s arguments, and the same trace serves all of them. Lowering knows for how
 many devices a program is compiled. So a call is lowered as its kernels for one device, and for several as one whose
-work they share (`sharded.py`), or as its reference where they cannot. These are traced only then. A call that names its
-kernel keeps it, with a warning where it is not shared.
+work they share (`sharded.py`), or as its reference where they cannot. These are traced only then. With explicit
+mesh axes tracing does see them (`explicit.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jax._src.state.discharge import discharge_state, register_discharge_rule
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from pallas_kernels.primitives.dimensions import Dimensions
 from pallas_kernels.primitives.explicit import by_explicit_axes, is_explicit, on_one_device
@@ -46,13 +46,7 @@ class KernelWarning(UserWarning):
 
 
 class KernelChosen(Exception):
-    """Ends a call that takes a kernel, to be made again once it is settled where; not an error.
-
-    is_requested: whether the caller named the kernel.
-    """
-
-    def __init__(self, *, is_requested: bool) -> None:
-        self.is_requested = is_requested
+    """Ends a call that takes a kernel, to be made again once it is settled where; not an error."""
 
 
 _open_to: ContextVar[str | None] = ContextVar("open_to", default=None)
@@ -152,14 +146,11 @@ def call_operation(
     try:
         with _set(_open_to, operation):
             return function(*args, **kwargs)
-    except KernelChosen as chosen:
-        is_requested = chosen.is_requested
+    except KernelChosen:
+        pass
     several = Reference(function=reference)
     if dimensions is not None:
         several = shared_by(operation, dimensions, function, call, reference, (args, kwargs), places) or several
-    if is_requested and not isinstance(several, Shared):
-        arrays[0] = _in_any_case.bind(arrays[0], operation=operation)
-        return call(*arrays)
     return by_devices(operation, call, several)(*arrays)
 
 
@@ -360,18 +351,3 @@ _either_p.def_effectful_abstract_eval(lambda *_, kernel, **params: (kernel.out_a
 fancy_primitive_batchers[_either_p] = _batch_either
 register_discharge_rule(_either_p)(_discharge_either)
 mlir.register_lowering(_either_p, _lower_either, cacheable=False)
-
-
-def _lower_in_any_case(ctx: Any, operand: Any, *, operation: str) -> Any:
-    if _is_partitioned(ctx):
-        _warn(ctx, operation, "runs its kernel as requested, around which XLA gathers whole arrays on every device")
-    return [operand]
-
-
-_in_any_case = Primitive("in_any_case")
-"""Its operand. Marks a call whose kernel runs wherever the program does."""
-_in_any_case.def_impl(lambda operand, operation: operand)
-_in_any_case.def_abstract_eval(lambda operand, operation: operand)
-ad.deflinear2(_in_any_case, lambda cotangent, _, operation: [cotangent])
-batching.defvectorized(_in_any_case)
-mlir.register_lowering(_in_any_case, _lower_in_any_case, cacheable=False)
