@@ -137,6 +137,17 @@ def _scattered(
     return found
 
 
+def text_of_parts(rule: Rule, cut: Cut, asked: Sequence[Any]) -> str:
+    """Returns one device's parts of the arguments in words: 'x (2, 512) by d, w (512, 1024) whole'."""
+    words = []
+    for name, own in zip(rule.labels, rule.operands, strict=False):
+        shape = tuple(prod(cut.sizes[each] for each in names) for names in own)
+        axes = dict.fromkeys(axis.partition(".")[0] for axis in cut.own(own))
+        words.append(f"{name} {shape} {'by ' + ', '.join(axes) if axes else 'whole'}")
+    gathered = rule.gathered(asked, cut.axes_of).items()
+    return "; ".join([", ".join(words), *(f"{', '.join(names)} gathered over {axis}" for axis, names in gathered)])
+
+
 def told_of_parts(rule: Rule, cut: Cut | None, arrays: Sequence[Any]) -> Sequence[Any]:
     """Returns the arguments, those that tell of a whole array (`Rule.wholes`) replaced by what is so of a part."""
     if cut is None or not rule.wholes:

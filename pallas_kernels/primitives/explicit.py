@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import source_info_util
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
@@ -18,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, u
 from pallas_kernels.primitives.cuts import cut_of
 from pallas_kernels.primitives.platform import mapped_mesh_axes
 from pallas_kernels.primitives.sharded import Shared, computed_among, with_pullback
-from pallas_kernels.primitives.shared_call import Notify, local_call, notify_of_gathers
+from pallas_kernels.primitives.shared_call import Notify, local_call, place_of
 from pallas_kernels.specs import Static
 
 
@@ -47,13 +48,12 @@ def by_explicit_axes(shared: Shared, notify: Notify) -> Callable[..., Any]:
         given = [jax.typeof(array).sharding.spec for array in arrays]
         asked = [each.sharding.spec if rule.primal is not None else PartitionSpec() for each in types]
         cut, specs = cut_of(rule, dict(mesh.shape), [*given, *asked])
-        notify_of_gathers(rule, given, cut, notify)
         count = len(arrays)
         placed = [
             jax.sharding.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=False)
         ]
         found = jax.shard_map(
-            local_call(run, rule, cut),
+            local_call(run, rule, cut, given, where, notify),
             in_specs=tuple(specs[:count]),
             out_specs=tuple(specs[count:]),
             check_vma=bool(cut.sums),
@@ -62,6 +62,7 @@ def by_explicit_axes(shared: Shared, notify: Notify) -> Callable[..., Any]:
             return list(found)
         return [jax.sharding.reshard(each, NamedSharding(mesh, spec)) for each, spec in zip(found, asked, strict=True)]
 
+    where = place_of(source_info_util.current().traceback)
     shared = shared.bound_by(bind)
     run = jax.custom_vjp(lambda *arrays: shared(*arrays))
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,12 +32,11 @@ from pallas_kernels.primitives.explicit import by_explicit_axes, is_explicit, on
 from pallas_kernels.primitives.interpreter import reason_against
 from pallas_kernels.primitives.platform import is_interpreted
 from pallas_kernels.primitives.sharded import Shared, shared_by, with_pullback
-from pallas_kernels.primitives.shared_call import mesh_of, needed, notify
+from pallas_kernels.primitives.shared_call import PACKAGE, mesh_of, needed, notify, place_of
 from pallas_kernels.specs import Static
 
 INSIDE_SHARD_MAP = "a kernel sees one device; call the operation inside jax.shard_map"
 """What to do about arrays that are spread over several devices."""
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 class KernelWarning(UserWarning):
@@ -193,7 +191,7 @@ def _show(message: str, operation: str, traceback: Any) -> None:
         heard[message] = operation
         return
     frames = source_info_util.user_frames(traceback)
-    places = [(frame.file_name, frame.start_line) for frame in frames if not frame.file_name.startswith(_PACKAGE)]
+    places = [(frame.file_name, frame.start_line) for frame in frames if not frame.file_name.startswith(PACKAGE)]
     warnings.warn_explicit(message, KernelWarning, *next(iter(places), ("unknown", 0)), registry=_warned)
 
 
@@ -321,7 +319,7 @@ def _lower_either(
         return mlir.lower_fun(jaxpr_as_fun(kernel))(ctx, *operands)
     if not is_shared or mesh_of(ctx) is None:
         _warn(ctx, operation, "is left to XLA")
-    with _set(notify, partial(_warn, ctx, operation)):
+    with _set(notify, (partial(_warn, ctx, operation), place_of(ctx.traceback))):
         return mlir.lower_fun(partial(needed, reference))(ctx, *operands)
 
 

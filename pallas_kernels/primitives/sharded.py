@@ -61,14 +61,14 @@ class Shared:
 
     @functools.cached_property
     def label(self) -> str:
-        """Tells calls apart that compute different things: JAX's compile cache may be set to see no more of a call."""
+        """Tells calls apart that compute different things, for JAX's compile cache: it sees no more of a call."""
         program = re.sub(r" at 0x\w+", "", str(jax.make_jaxpr(self.reference)(*self.avals)))
         return f"{self.operation} {hashlib.sha256(f'{_version()} {self.options} {program}'.encode()).hexdigest()}"
 
     def __call__(self, *arrays: Any) -> Any:
         """Returns the function's result."""
         types, structure = self.results
-        return structure.unflatten(self._bind(self._result, self.rule, types, arrays))
+        return structure.unflatten(self._bind(partial(self._result), self.rule, types, arrays))
 
     def differentiated(self, wanted: Sequence[bool], kept: Sequence[Any], *arrays: Any) -> tuple[Any, list[Any]]:
         """Returns the function's result as it is computed where it is differentiated, and what its gradient needs.
@@ -101,11 +101,12 @@ class Shared:
         types = [jax.typeof(array) for array, each in zip(arrays, wanted, strict=True) if each]
         return self._bind(run, self.rule.for_gradients(wanted, names, given), types, operands)
 
-    def _bind(self, run: Callable[..., Any], rule: Rule, types: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    def _bind(self, run: partial[Any], rule: Rule, types: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
         if self.binder is not None:
             return self.binder(run, rule, types, arrays)
         avals = tuple((each.shape, each.dtype) for each in types)
-        return shared_p.bind(*arrays, run=run, rule=rule, types=avals, shared=self)
+        text = f"{run.func.__name__} {run.args}"
+        return shared_p.bind(*arrays, run=run, rule=rule, types=avals, shared=self, text=text)
 
     def _kept_by(self, names: Sequence[Any], kept: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
         return tuple((own, each.shape, each.dtype) for own, each in zip(names, kept, strict=True))
