@@ -39,7 +39,9 @@ class Lock:
     """Their types. Empty, as `function`, in locks that do not know them."""
 
 
-Quantity = Literal["launches", "HBM bytes", "peak bytes", "bytes between launches"]
+Quantity = Literal[
+    "launches", "HBM bytes", "peak bytes", "bytes between launches", "bytes to other GPUs", "all-gathers"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,10 @@ class Limits:
     """Of memory in use at once, arguments and results included."""
     max_value_bytes: int | None = None
     """Of an array that one launch writes for others to read."""
+    max_collective_bytes: int | None = None
+    """That one GPU sends to others in one run."""
+    no_all_gather: bool = False
+    """Whether no array may be gathered from several GPUs."""
 
     @property
     def is_none(self) -> bool:
@@ -82,10 +88,14 @@ def excesses(analysis: Analysis, limits: Limits, origin: str = "") -> tuple[Exce
         limits: what it may take.
         origin: where the limits come from; '' names each limit.
     """
+    sent = sum(launch.link_bytes * launch.repeat for launch in analysis.launches)
+    gathers = sum(launch.repeat for launch in analysis.launches if _gathers(launch))
     known: tuple[tuple[Quantity, int, int | None, str], ...] = (
         ("launches", analysis.launch_count, limits.max_launches, "max_launches"),
         ("HBM bytes", analysis.traffic.bytes, limits.max_hbm_bytes, "max_hbm_bytes"),
         ("peak bytes", analysis.memory.peak_bytes, limits.max_peak_bytes, "max_peak_bytes"),
+        ("bytes to other GPUs", sent, limits.max_collective_bytes, "max_collective_bytes"),
+        ("all-gathers", gathers, 0 if limits.no_all_gather else None, "no_all_gather"),
     )
     found = [
         Excess(quantity=quantity, found=number, limit=limit, origin=origin or name)
@@ -107,13 +117,17 @@ def excesses(analysis: Analysis, limits: Limits, origin: str = "") -> tuple[Exce
     return tuple(found)
 
 
+def _gathers(launch: Launch) -> bool:
+    return launch.kind == "collective" and any(name.startswith("all-gather") for name, _ in launch.opcodes)
+
+
 def responsible(
     analysis: Analysis, excess: Excess, among: Sequence[int] | None = None
 ) -> tuple[tuple[Launch, str], ...]:
     """Returns the launches responsible for an excess, each with the reason why it is a separate launch.
 
     For launches they are in program order; for bytes the largest traffic comes first, for peak memory the largest
-    result; for a value they are those that write and read it.
+    result; for a value they are those that write and read it. Of collectives the reason is what they send.
 
     Args:
         analysis: the program.
@@ -130,6 +144,10 @@ def responsible(
         chosen.sort(key=lambda launch: -sum(value.bytes for value in launch.outputs))
     if excess.quantity == "HBM bytes":
         chosen.sort(key=lambda launch: -(launch.bytes_read + launch.bytes_written) * launch.repeat)
+    if excess.quantity in ("bytes to other GPUs", "all-gathers"):
+        is_one = _gathers if excess.quantity == "all-gathers" else lambda launch: launch.link_bytes > 0
+        chosen = sorted(filter(is_one, chosen), key=lambda launch: -launch.link_bytes * launch.repeat)
+        return tuple((launch, f"sends {launch.link_bytes * launch.repeat:,} bytes to other GPUs") for launch in chosen)
     return tuple((launch, reasons.get(launch.index, "reads what no launch wrote")) for launch in chosen)
 
 

@@ -33,6 +33,7 @@ from pallas_kernels.primitives.partitioned import (
 )
 from pallas_kernels.primitives.platform import mapped_mesh_axes
 from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.shared_call import part
 
 IMPLEMENTATIONS = ("mosaic", "triton", "xla", "cudnn")
 """The implementation names that callers may pass."""
@@ -47,11 +48,10 @@ Implementation = str | Sequence[str] | None
 All implementations have first derivatives in reverse mode. Second derivatives and forward mode need "xla"; the others
 raise.
 
-Under `jax.jit`, devices that have parts of the arrays share the work of most operations, each with its kernel; see
-docs/several-gpus.md. The other operations are left to XLA there, with a `KernelWarning` when the program is compiled,
-as tracing cannot see the arguments' shardings. A kernel asked for by name alone runs: XLA gathers whole arrays on every
-device, and a `KernelWarning` says so. With explicit mesh axes, and for arrays outside `jit` that are spread over
-devices, None takes "xla", and the name of a kernel raises: call the operation inside `jax.shard_map`.
+Under `jax.jit`, devices that have parts of the arrays share an operation's work, each with its kernel; see
+docs/several-gpus.md. Where they cannot, the call is left to XLA, with a `KernelWarning` when the program is compiled.
+For arrays outside `jit` that are spread over devices, None takes "xla", and the name of a kernel raises: call the
+operation inside `jax.shard_map`.
 """
 
 Support = Callable[[], str | None]
@@ -67,12 +67,15 @@ class Choice:
     order: the requested or preferred names, in the order tried; the first that can run is taken.
     reasons: for each implementation of the operation, why it cannot run here, or None if it can.
     where: file and line of the call, in code that belongs neither to JAX nor to this package.
+    parts: where devices share the work, one device's parts of the arrays and what is gathered, in words. Such choices
+        are made when the program is compiled, forward and backward; under explicit axes when it is traced.
     """
 
     operation: str
     order: tuple[str, ...]
     reasons: Mapping[str, str | None]
     where: str
+    parts: str = ""
 
     @property
     def taken(self) -> str | None:
@@ -88,7 +91,8 @@ class Choice:
     def __str__(self) -> str:
         others = [f"{name} runs, too" for name in self.runnable if name != self.taken]
         others += [f"{name}: {reason}" for name, reason in self.reasons.items() if reason is not None]
-        return f"{self.operation} at {self.where}: {self.taken or 'nothing'} ({'; '.join(others)})"
+        on = f" on {self.parts}" if self.parts else ""
+        return f"{self.operation} at {self.where}{on}: {self.taken or 'nothing'} ({'; '.join(others)})"
 
 
 _listener: ContextVar[Callable[[Choice], None] | None] = ContextVar("listener", default=None)
@@ -184,9 +188,10 @@ def choose(
         order = _preferred_order(support, preferred)
     else:
         order = _requested_order(operation, requested, support)
-    if (listener := _listener.get()) is not None and not is_settled(operation):
+    if (listener := _listener.get()) is not None and (part.get() or not is_settled(operation)):
         reasons = {name: _reason(operation, name, supports, requested) for name, supports in support.items()}
-        listener(Choice(operation=operation, order=order, reasons=reasons, where=_call_site()))
+        parts, where = part.get() or ("", _call_site())
+        listener(Choice(operation=operation, order=order, reasons=reasons, where=where, parts=parts))
     refused = []
     for name in order:
         reason = f"{operation} has none of that name, only {_listed(support)}"
@@ -194,7 +199,7 @@ def choose(
             reason = _reason(operation, name, support[name], requested)
         if reason is None:
             if name in _OF_ONE_DEVICE and is_open(operation):
-                raise KernelChosen(is_requested=requested is not None and "xla" not in order)
+                raise KernelChosen
             return name
         refused.append(f"{name!r}: {reason}")
     raise NotImplementedError(

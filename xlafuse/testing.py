@@ -24,11 +24,13 @@ def assert_fused(
     max_hbm_bytes: int | None = None,
     max_peak_bytes: int | None = None,
     max_value_bytes: int | None = None,
+    max_collective_bytes: int | None = None,
+    no_all_gather: bool = False,
     target: str = "h200",
     mode: Literal["forward", "grad"] = "forward",
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Analysis:
-    """Asserts that XLA compiles a function to no more launches, HBM traffic and memory than given.
+    """Asserts that XLA compiles a function to no more launches, traffic and memory than given.
 
     It compiles in a process of its own, for a GPU that need not be present, and never runs the function.
 
@@ -39,6 +41,9 @@ def assert_fused(
         max_hbm_bytes: most bytes read and written in one run. None: no limit.
         max_peak_bytes: most memory in use at once, arguments and results included. None: no limit.
         max_value_bytes: largest array that one launch writes for others to read. None: no limit.
+        max_collective_bytes: most bytes that one GPU sends to others in one run. None: no limit. How a program is cut
+            over several GPUs, its arguments say: `jax.ShapeDtypeStruct`s with a `sharding`.
+        no_all_gather: whether no array may be gathered from several GPUs.
         target: the GPU to compile for; see `xlafuse targets`.
         mode: "forward", or "grad" for the gradients with respect to all floating-point arguments too.
         compiler_options: XLA's options by name.
@@ -58,10 +63,13 @@ def assert_fused(
         max_hbm_bytes=max_hbm_bytes,
         max_peak_bytes=max_peak_bytes,
         max_value_bytes=max_value_bytes,
+        max_collective_bytes=max_collective_bytes,
+        no_all_gather=no_all_gather,
     )
     if limits.is_none:
         raise ValueError(
-            "assert_fused: expected max_launches, max_hbm_bytes, max_peak_bytes or max_value_bytes, got none"
+            "assert_fused: expected max_launches, max_hbm_bytes, max_peak_bytes, max_value_bytes, max_collective_bytes "
+            "or no_all_gather, got none"
         )
     from hlo_analysis import analyze, capture
     from hlo_analysis.report.budget import excess_text, responsible_lines

@@ -8,12 +8,20 @@ from hlo_analysis.budget import Excess
 from hlo_analysis.records import Launch
 from hlo_analysis.report.formats import format_bytes, plural
 
+_OF_BYTES = {
+    "HBM bytes": "of HBM traffic",
+    "peak bytes": "of memory at the peak",
+    "bytes to other GPUs": "sent to other GPUs",
+}
+
 
 def excess_text(excess: Excess) -> str:
     """Formats an excess as '5 launches, at most 3 (--max-launches)'."""
     if excess.quantity == "launches":
         return f"{plural(excess.found, 'launch')}, at most {excess.limit} ({excess.origin})"
-    what = {"HBM bytes": "of HBM traffic", "peak bytes": "of memory at the peak"}.get(excess.quantity, "")
+    if excess.quantity == "all-gathers":
+        return f"{plural(excess.found, 'all-gather')}, expected none ({excess.origin})"
+    what = _OF_BYTES.get(excess.quantity, "")
     if excess.value is not None:
         what = f"between launches, {excess.value.name} {excess.value.shape}"
     return (

@@ -20,6 +20,7 @@ from pallas_kernels.primitives.dimensions import (
     names_in,
     spec_of,
 )
+from pallas_kernels.primitives.random import part_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +135,51 @@ def _scattered(
         if axes and set(axes) <= set(summed) and is_free and rule.sizes[own[0]] % prod(sizes[a] for a in axes) == 0:
             found[place] = axes
     return found
+
+
+def text_of_parts(rule: Rule, cut: Cut, asked: Sequence[Any]) -> str:
+    """Returns one device's parts of the arguments in words: 'x (2, 512) by d, w (512, 1024) whole'."""
+    words = []
+    for name, own in zip(rule.labels, rule.operands, strict=False):
+        shape = tuple(prod(cut.sizes[each] for each in names) for names in own)
+        axes = dict.fromkeys(axis.partition(".")[0] for axis in cut.own(own))
+        words.append(f"{name} {shape} {'by ' + ', '.join(axes) if axes else 'whole'}")
+    gathered = rule.gathered(asked, cut.axes_of).items()
+    return "; ".join([", ".join(words), *(f"{', '.join(names)} gathered over {axis}" for axis, names in gathered)])
+
+
+def told_of_parts(rule: Rule, cut: Cut | None, arrays: Sequence[Any]) -> Sequence[Any]:
+    """Returns the arguments, those that tell of a whole array (`Rule.wholes`) replaced by what is so of a part."""
+    if cut is None or not rule.wholes:
+        return arrays
+    told = list(arrays)
+    for i, (kind, dimensions) in rule.wholes.items():
+        whole, part, start = _part_of(rule, cut, dimensions)
+        if whole == part:
+            continue
+        if kind == "key":
+            told[i] = part_words(arrays[i], whole=whole, part=part, start=start)
+        else:
+            ends = jnp.cumsum(jnp.clip(arrays[i].astype(jnp.int32), 0, whole[0]))
+            ends = jnp.clip(ends - start[0], 0, part[0])
+            told[i] = jnp.diff(ends, prepend=0).astype(arrays[i].dtype)
+    return told
+
+
+def _part_of(
+    rule: Rule, cut: Cut, dimensions: Sequence[tuple[str, ...]]
+) -> tuple[tuple[int, ...], tuple[int, ...], list[Any]]:
+    """Returns the shapes of an array and of this device's part of it, and where the part starts."""
+    whole, part, start = [], [], []
+    for own in dimensions:
+        whole.append(prod(rule.sizes[name] for name in own))
+        part.append(prod(cut.sizes[name] for name in own))
+        first = 0
+        for name in own:
+            index = lax.axis_index(cut.axes_of[name]) if name in cut.axes_of else 0
+            first = first * rule.sizes[name] + index * cut.sizes[name]
+        start.append(first)
+    return tuple(whole), tuple(part), start
 
 
 def summed(part: jax.Array, axes: Axes, scattered: Mapping[int, Axes]) -> jax.Array:

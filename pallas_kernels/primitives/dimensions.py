@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -48,8 +48,9 @@ def shares[F](
             name, that returns it. "..." are leading dimensions, and "(g r)" is one dimension of two names, g the major
             one. "norm.scale" and "bias.0" are parts of arguments, and "t d | b t d" alternatives of different ranks. A
             name without a mark may be cut wherever it occurs. "!d": devices need it whole. So they do if it is in no
-            result. "+k": `parts` sums over it, also "+..." over the leading dimensions. A call with an array that the
-            text does not have is left to XLA.
+            result. "+k": `parts` sums over it, also "+..." over the leading dimensions. "key of ... d": a key from
+            which bits are drawn for an array of these dimensions, "_" for one of size 1. "sizes of m": the sizes of
+            runs of m, one after the other. A call with an array that the text does not have is left to XLA.
         parts: computes the results where a name with "+" is cut.
         scatters: whether `parts` has one sum over a name, of an array with the results' leading dimensions, before all
             that has not this name. Each device may then keep its rows of the sum alone.
@@ -67,7 +68,8 @@ class Rule:
     """The dimensions of one call's arrays.
 
     sizes: of each name. whole: names that each device needs whole. summed: names over which the results have sums.
-    scatters: as in `shares`. labels: of the first operands, the arguments. primal: for gradients, how many operands are
+    scatters: as in `shares`. labels: of the first operands, the arguments. wholes: of arguments that tell of a whole
+    array, by their places, "key" or "sizes" and the array's dimensions. primal: for gradients, how many operands are
     not cotangents; None for a forward pass.
     """
 
@@ -78,6 +80,7 @@ class Rule:
     summed: frozenset[str]
     scatters: bool = False
     labels: tuple[str, ...] = ()
+    wholes: Mapping[int, tuple[str, tuple[Dimension, ...]]] = field(default_factory=dict)
     primal: int | None = None
 
     @property
@@ -145,13 +148,16 @@ class Rule:
         """Returns the mesh axes of each name.
 
         Names of `summed` come first where all operands that have one agree, then those of results or their cotangents,
-        then those of the largest arrays. An axis is used once, where it divides the dimension.
+        then those of the largest arrays; of the arguments in order, where nothing is asked of results. An axis is used
+        once, where it divides the dimension.
 
         sizes: of the mesh axes. asked: the partition spec of each array, operands before results.
         """
         axes_of: dict[str, Axes] = {}
         first = range(len(self.operands), len(asked)) if self.primal is None else range(self.primal, len(self.operands))
-        others = sorted(set(range(len(asked))) - set(first), key=self._size, reverse=True)
+        others: Sequence[int] = sorted(set(range(len(asked))) - set(first), key=self._size, reverse=True)
+        if self.primal is None and not any(axes_at(asked[i], k) for i in first for k in range(len(self.arrays[i]))):
+            others = range(len(self.operands))
         for name in sorted(self.summed):
             places = [(i, own.index((name,))) for i, own in enumerate(self.operands) if (name,) in own]
             found = {axes_at(asked[i], place) for i, place in places}
@@ -241,9 +247,13 @@ def rule_of(
     patterns = {name.strip(): pattern for name, _, pattern in (each.partition(":") for each in left.split(","))}
     if unknown := [name for name, _ in shapes if name not in patterns]:
         return f"{unknown[0]} belongs to the whole of the arrays"
+    told_of = {i: patterns[name].split(" of ") for i, (name, _) in enumerate(shapes) if " of " in patterns[name]}
     arrays = [(patterns[name], shape) for name, shape in shapes]
     arrays += zip(right.split(","), results, strict=False)
-    expanded = [(_names(pattern, len(shape)), shape) for pattern, shape in arrays]
+    expanded = [
+        ([()] * len(shape) if i in told_of else _names(pattern, len(shape)), shape)
+        for i, (pattern, shape) in enumerate(arrays)
+    ]
     sizes: dict[str, int] = {}
     for own, shape in expanded:
         for names, size in zip(own, shape, strict=True):
@@ -258,6 +268,7 @@ def rule_of(
         tuple(_present(names, size, sizes) for names, size in zip(own, shape, strict=True)) for own, shape in expanded
     )
     count = len(shapes)
+    wholes = {i: (kind.strip(), _of_rank(pattern, sizes)) for i, (kind, pattern) in told_of.items()}
     names, in_results = names_in(sum(named, ())), names_in(sum(named[count:], ()))
     summed = {name for name in names if (ROWS if name.startswith(ROWS) else name) in marks["+"]}
     return Rule(
@@ -268,7 +279,16 @@ def rule_of(
         summed=frozenset(summed),
         scatters=dimensions.scatters,
         labels=tuple(name for name, _ in shapes),
+        wholes=wholes,
     )
+
+
+def _of_rank(pattern: str, sizes: Mapping[str, int]) -> tuple[Dimension, ...]:
+    """Returns the names of the dimensions of an array that has all leading ones."""
+    words = [() if word == ("_",) else word for word in _words(pattern)]
+    leading = [(name,) for name in sorted((name for name in sizes if name.startswith(ROWS)), reverse=True)]
+    own = [each for word in words for each in (leading if word == (ROWS,) else [word])]
+    return tuple(tuple(name for name in each if sizes.get(name, 1) > 1) for each in own)
 
 
 def _names(pattern: str, rank: int) -> list[Dimension]:

@@ -2,8 +2,8 @@
 
 Tracing cannot see the shardings of `jax.jit`'s arguments, and the same trace serves all of them. Lowering knows for how
 many devices a program is compiled. So a call is lowered as its kernels for one device, and for several as one whose
-work they share (`sharded.py`), or as its reference where they cannot. These are traced only then. A call that names its
-kernel keeps it, with a warning where it is not shared.
+work they share (`sharded.py`), or as its reference where they cannot. These are traced only then. With explicit
+mesh axes tracing does see them (`explicit.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,18 +25,18 @@ from jax._src.state.discharge import discharge_state, register_discharge_rule
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from pallas_kernels.primitives.dimensions import Dimensions
+from pallas_kernels.primitives.explicit import by_explicit_axes, is_explicit, on_one_device
 from pallas_kernels.primitives.interpreter import reason_against
 from pallas_kernels.primitives.platform import is_interpreted
 from pallas_kernels.primitives.sharded import Shared, shared_by, with_pullback
-from pallas_kernels.primitives.shared_call import mesh_of, needed, notify
+from pallas_kernels.primitives.shared_call import PACKAGE, mesh_of, needed, notify, place_of
 from pallas_kernels.specs import Static
 
 INSIDE_SHARD_MAP = "a kernel sees one device; call the operation inside jax.shard_map"
 """What to do about arrays that are spread over several devices."""
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 class KernelWarning(UserWarning):
@@ -45,13 +44,7 @@ class KernelWarning(UserWarning):
 
 
 class KernelChosen(Exception):
-    """Ends a call that takes a kernel, to be made again once it is settled where; not an error.
-
-    is_requested: whether the caller named the kernel.
-    """
-
-    def __init__(self, *, is_requested: bool) -> None:
-        self.is_requested = is_requested
+    """Ends a call that takes a kernel, to be made again once it is settled where; not an error."""
 
 
 _open_to: ContextVar[str | None] = ContextVar("open_to", default=None)
@@ -111,15 +104,22 @@ def call_operation(
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    for place in places:
+        if jnp.issubdtype(leaves[place].dtype, jax.dtypes.prng_key) and not leaves[place].ndim:
+            leaves[place] = jax.random.key_data(leaves[place])  # XLA's partitioner knows no keys
+    args, kwargs = jax.tree.unflatten(structure, leaves)
     arrays = [leaves[place] for place in places]
 
-    def call(*arrays: Any, **given: Any) -> Any:
+    def unsettled(*arrays: Any, **given: Any) -> Any:
         merged = list(leaves)
         for place, array in zip(places, arrays, strict=True):
             merged[place] = array
         args, kwargs = jax.tree.unflatten(structure, merged)
+        return function(*args, **{**kwargs, **given})
+
+    def call(*arrays: Any, **given: Any) -> Any:
         with _set(_settled, operation):
-            return function(*args, **{**kwargs, **given})
+            return unsettled(*arrays, **given)
 
     if is_settled(operation):
         return function(*args, **kwargs)
@@ -127,22 +127,28 @@ def call_operation(
         reason = reason_against(call, tuple(arrays), with_gradient=kwargs.get("implementation") is None)
         with _set(_uninterpretable, None if reason is None else (operation, reason)):
             return function(*args, **kwargs)
-    if not any(isinstance(leaf, Tracer) for leaf in arrays) or not may_be_partitioned():
+    if not any(isinstance(leaf, Tracer) for leaf in arrays):
+        return function(*args, **kwargs)
+    reference = partial(call, implementation="xla")
+    if dimensions is not None and is_explicit() and any(any(jax.typeof(leaf).sharding.spec) for leaf in arrays):
+        with on_one_device():
+            with _set(_open_to, operation), contextlib.suppress(KernelChosen):  # checks and records the call
+                jax.eval_shape(unsettled, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays))
+            shared = shared_by(operation, dimensions, function, call, reference, (args, kwargs), places)
+        if shared is not None:
+            return by_explicit_axes(shared, partial(_warn_here, operation))(*arrays)
+    if not may_be_partitioned():
         return function(*args, **kwargs)
     if dimensions is None and automatic_axes() and kwargs.get("implementation") is None:
         return function(*args, **kwargs)  # by XLA
     try:
         with _set(_open_to, operation):
             return function(*args, **kwargs)
-    except KernelChosen as chosen:
-        is_requested = chosen.is_requested
-    reference = partial(call, implementation="xla")
+    except KernelChosen:
+        pass
     several = Reference(function=reference)
     if dimensions is not None:
         several = shared_by(operation, dimensions, function, call, reference, (args, kwargs), places) or several
-    if is_requested and not isinstance(several, Shared):
-        arrays[0] = _in_any_case.bind(arrays[0], operation=operation)
-        return call(*arrays)
     return by_devices(operation, call, several)(*arrays)
 
 
@@ -163,6 +169,11 @@ def kernel_warnings() -> Iterator[dict[str, str]]:
         yield heard
 
 
+def _warn_here(operation: str, what: str, why: str) -> None:
+    """Warns of an operation that is traced, at the line of the call."""
+    _show(f"{operation} {what}: {why}", operation, source_info_util.current().traceback)
+
+
 _warned: dict[Any, Any] = {}
 """Python's record of the warnings given, by which each is shown once for a line of the caller's."""
 
@@ -172,11 +183,15 @@ def _warn(ctx: Any, operation: str, what: str, why: str | None = None) -> None:
     context = ctx.module_context.axis_context
     devices = context.num_devices if isinstance(context, ShardingContext) else context.mesh.size
     message = f"{operation} {what}: {why or f'the program is compiled for {devices} devices, and {INSIDE_SHARD_MAP}'}"
+    _show(message, operation, ctx.traceback)
+
+
+def _show(message: str, operation: str, traceback: Any) -> None:
     if (heard := _heard.get()) is not None:
         heard[message] = operation
         return
-    frames = source_info_util.user_frames(ctx.traceback)
-    places = [(frame.file_name, frame.start_line) for frame in frames if not frame.file_name.startswith(_PACKAGE)]
+    frames = source_info_util.user_frames(traceback)
+    places = [(frame.file_name, frame.start_line) for frame in frames if not frame.file_name.startswith(PACKAGE)]
     warnings.warn_explicit(message, KernelWarning, *next(iter(places), ("unknown", 0)), registry=_warned)
 
 
@@ -304,7 +319,7 @@ def _lower_either(
         return mlir.lower_fun(jaxpr_as_fun(kernel))(ctx, *operands)
     if not is_shared or mesh_of(ctx) is None:
         _warn(ctx, operation, "is left to XLA")
-    with _set(notify, partial(_warn, ctx, operation)):
+    with _set(notify, (partial(_warn, ctx, operation), place_of(ctx.traceback))):
         return mlir.lower_fun(partial(needed, reference))(ctx, *operands)
 
 
@@ -334,18 +349,3 @@ _either_p.def_effectful_abstract_eval(lambda *_, kernel, **params: (kernel.out_a
 fancy_primitive_batchers[_either_p] = _batch_either
 register_discharge_rule(_either_p)(_discharge_either)
 mlir.register_lowering(_either_p, _lower_either, cacheable=False)
-
-
-def _lower_in_any_case(ctx: Any, operand: Any, *, operation: str) -> Any:
-    if _is_partitioned(ctx):
-        _warn(ctx, operation, "runs its kernel as requested, around which XLA gathers whole arrays on every device")
-    return [operand]
-
-
-_in_any_case = Primitive("in_any_case")
-"""Its operand. Marks a call whose kernel runs wherever the program does."""
-_in_any_case.def_impl(lambda operand, operation: operand)
-_in_any_case.def_abstract_eval(lambda operand, operation: operand)
-ad.deflinear2(_in_any_case, lambda cotangent, _, operation: [cotangent])
-batching.defvectorized(_in_any_case)
-mlir.register_lowering(_in_any_case, _lower_in_any_case, cacheable=False)

@@ -17,14 +17,16 @@ https://github.com/skeeto/hash-prospector. Counter-based generators: Salmon et a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-Words = tuple[jax.Array, jax.Array]
-"""Two uint32 scalars."""
+Words = tuple[jax.Array, ...]
+"""Two uint32 scalars; for a part of an array also the numbers of `part_words`."""
 
 _PERIOD = 2**32
+_PART_WORDS = 6
 _MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)
 
 
@@ -47,18 +49,56 @@ def key_words(key: jax.Array) -> jax.Array:
         raise TypeError(f"expected a key of jax.random.key or uint32 key data, got {jax.typeof(key)}.")
     if key.ndim != 1 or key.size < 2:
         raise ValueError(f"expected the data of one key, (2,) uint32 or longer, got shape {key.shape}.")
-    return key if key.size == 2 else key[:2]
+    return key if key.size == 2 or key.size >= _PART_WORDS else key[:2]
+
+
+def part_words(
+    key: jax.Array, *, whole: Sequence[int], part: Sequence[int], start: Sequence[jax.Array | int]
+) -> jax.Array:
+    """Returns words by which a part of a (..., features) array has the same bits as in the whole array.
+
+    They stand wherever a key's words do; rows and columns are then those of the part.
+
+    Args:
+        key: as for `key_words`.
+        whole, part: the shapes of the array and of the part.
+        start: the part's first index in each dimension.
+    """
+    first_row, inner_rows = _uint32(0), []
+    for i in range(len(whole) - 1):
+        stride = math.prod(whole[i + 1 : -1])
+        first_row += _uint32(start[i]) * jnp.uint32(stride)
+        if whole[i] != part[i] and math.prod(part[:i]) != 1:
+            inner_rows += [math.prod(part[i:-1]), stride * whole[i]]  # the same rows in the part and in the whole
+    numbers = (first_row, start[-1], whole[-1], _rows_a_period(whole[-1]), *inner_rows)
+    return jnp.concatenate([key_words(key)[:2], jnp.stack([jnp.asarray(number, jnp.uint32) for number in numbers])])
+
+
+def of_part(words: jax.Array) -> bool:
+    """Returns whether words are those of `part_words`."""
+    return words.shape[-1] >= _PART_WORDS
+
+
+def row_of_whole(words: Words, row: jax.Array | int) -> jax.Array:
+    """Returns a row's number in the whole array, of which the row's array may be a part."""
+    row = _uint32(row)
+    if len(words) == 2:
+        return row
+    found, inner_rows = words[2], words[_PART_WORDS:]
+    for part, whole in zip(inner_rows[::2], inner_rows[1::2], strict=True):
+        found, row = found + row // part * whole, row % part
+    return found + row
 
 
 def mixed_words(words) -> Words:
     """Mixes a key's words for `random_bits`, so that keys 0, 1, 2... have nothing in common.
 
     Args:
-        words: (2,) uint32, an array or, inside a kernel, a reference in GMEM or SMEM. One call per block is enough.
+        words: `key_words`, an array or, inside a kernel, a reference in GMEM or SMEM. One call per block is enough.
     """
     first = _mix(words[0] + jnp.uint32(0x9E3779B9))  # the golden ratio, so that a zero key is not mixed to zero
     second = _mix(words[1] ^ first)
-    return first ^ _mix(second + jnp.uint32(0x85EBCA6B)), second
+    return first ^ _mix(second + jnp.uint32(0x85EBCA6B)), second, *(words[i] for i in range(2, words.shape[0]))
 
 
 def random_bits(words: Words, row: jax.Array | int, column: jax.Array, *, features: int) -> jax.Array:
@@ -100,8 +140,12 @@ def keep_mask(
     # Start and column are halved separately, before the key is added. So the compiler sees which columns share a word,
     # if it sees which columns are even (see `elementwise.Part.segment_columns`).
     one = jnp.uint32(1)
+    if len(words) > 2 and features % 2:
+        column = column + words[3]
     is_second = column & one
     place = (column - is_second) >> one
+    if len(words) > 2 and features % 2 == 0:
+        place = place + (words[3] >> one)
     if features % 2:
         place, is_second = place + (is_second & start), is_second ^ (start & one)
     word = _mix((first + (start >> one)) + place, second)
@@ -131,14 +175,19 @@ def _place(
     words: Words, row: jax.Array | int, column: jax.Array, features: int, rows: int | None = None
 ) -> tuple[jax.Array, jax.Array, Words]:
     """Returns the elements' row start and column in their period of 2**32 (whole rows), and the period's words."""
-    rows_a_period = min(_PERIOD - 1, max(1, _PERIOD // max(1, features)))
-    row = _uint32(row)
-    first, second = words
-    if rows is not None and rows <= rows_a_period:
-        return row * jnp.uint32(features), _uint32(column), words
+    first, second, *_ = words
+    row, size, rows_a_period = row_of_whole(words, row), jnp.uint32(features), _rows_a_period(features)
+    if len(words) > 2:
+        size, rows_a_period = words[4:_PART_WORDS]
+    elif rows is not None and rows <= rows_a_period:
+        return row * size, _uint32(column), (first, second)
     # Rows before the 2**32nd element have epoch 0, whose mix is 0 and changes nothing.
-    epoch = row // jnp.uint32(rows_a_period)
-    return row * jnp.uint32(features), _uint32(column), (first, second ^ _mix(epoch))
+    epoch = row // _uint32(rows_a_period)
+    return row * size, _uint32(column), (first, second ^ _mix(epoch))
+
+
+def _rows_a_period(features: int) -> int:
+    return min(_PERIOD - 1, max(1, _PERIOD // max(1, features)))
 
 
 def _mix(value: jax.Array, key: jax.Array | None = None) -> jax.Array:

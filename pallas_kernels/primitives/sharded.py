@@ -9,7 +9,7 @@ import importlib.metadata
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -20,7 +20,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad
 
-from pallas_kernels.primitives.cuts import Cut, Sums, varying
+from pallas_kernels.primitives.cuts import Cut, Sums, told_of_parts, varying
 from pallas_kernels.primitives.dimensions import (
     Axes,
     Dimensions,
@@ -47,24 +47,35 @@ class Shared:
     rule: Rule
     options: str
     avals: tuple[Any, ...]
+    binder: Callable[..., list[Any]] | None = None
+
+    def bound_by(self, binder: Callable[..., list[Any]]) -> Shared:
+        """Returns the function whose calls go to `binder`, with what one device runs, the rule, types and arrays."""
+        return replace(self, binder=binder)
+
+    @functools.cached_property
+    def results(self) -> tuple[tuple[Any, ...], Any]:
+        """The types of the results and their structure."""
+        types, structure = jax.tree.flatten(jax.eval_shape(self.reference, *self.avals))
+        return tuple(types), structure
 
     @functools.cached_property
     def label(self) -> str:
-        """Tells calls apart that compute different things: JAX's compile cache may be set to see no more of a call."""
+        """Tells calls apart that compute different things, for JAX's compile cache: it sees no more of a call."""
         program = re.sub(r" at 0x\w+", "", str(jax.make_jaxpr(self.reference)(*self.avals)))
         return f"{self.operation} {hashlib.sha256(f'{_version()} {self.options} {program}'.encode()).hexdigest()}"
 
     def __call__(self, *arrays: Any) -> Any:
         """Returns the function's result."""
-        types, structure = jax.tree.flatten(jax.eval_shape(self.reference, *arrays))
-        return structure.unflatten(self._bind(self._result, self.rule, types, arrays))
+        types, structure = self.results
+        return structure.unflatten(self._bind(partial(self._result), self.rule, types, arrays))
 
     def differentiated(self, wanted: Sequence[bool], kept: Sequence[Any], *arrays: Any) -> tuple[Any, list[Any]]:
         """Returns the function's result as it is computed where it is differentiated, and what its gradient needs.
 
         kept: the types of the arrays that the gradient needs.
         """
-        types, structure = jax.tree.flatten(jax.eval_shape(self.reference, *arrays))
+        types, structure = self.results
         names = [self.rule.named(each.shape) for each in kept]
         shapes = [sizes_apart(own, each.shape, self.rule.sizes) for own, each in zip(names, kept, strict=True)]
         kept_types = [ShapedArray(shape, each.dtype) for shape, each in zip(shapes, kept, strict=True)]
@@ -90,9 +101,12 @@ class Shared:
         types = [jax.typeof(array) for array, each in zip(arrays, wanted, strict=True) if each]
         return self._bind(run, self.rule.for_gradients(wanted, names, given), types, operands)
 
-    def _bind(self, run: Callable[..., Any], rule: Rule, types: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    def _bind(self, run: partial[Any], rule: Rule, types: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        if self.binder is not None:
+            return self.binder(run, rule, types, arrays)
         avals = tuple((each.shape, each.dtype) for each in types)
-        return shared_p.bind(*arrays, run=run, rule=rule, types=avals, shared=self)
+        text = f"{run.func.__name__} {run.args}"
+        return shared_p.bind(*arrays, run=run, rule=rule, types=avals, shared=self, text=text)
 
     def _kept_by(self, names: Sequence[Any], kept: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
         return tuple((own, each.shape, each.dtype) for own, each in zip(names, kept, strict=True))
@@ -103,9 +117,10 @@ class Shared:
         return partial(self.parts, cut.sums) if cut.sums else self.function
 
     def _result(self, cut: Cut | None, *arrays: Any) -> list[Any]:
-        return jax.tree.leaves(self._of(cut)(*arrays))
+        return jax.tree.leaves(self._of(cut)(*told_of_parts(self.rule, cut, arrays)))
 
     def _result_and_kept(self, wanted: Sequence[bool], kept: Any, cut: Cut | None, *arrays: Any) -> list[Any]:
+        arrays = tuple(told_of_parts(self.rule, cut, arrays))
         result, pullback = with_pullback(self._of(cut), wanted, *arrays)
         values, parts = computed_among(pullback, arrays), self._parts(kept, cut)
         if _types_of(values) != [(whole, dtype) for whole, _, dtype in parts]:
@@ -124,7 +139,7 @@ class Shared:
         *operands: Any,
     ) -> list[Any]:
         count = len(wanted) + len(kept)
-        arrays: Sequence[Any] = operands[: len(wanted)]
+        arrays: Sequence[Any] = told_of_parts(self.rule, cut, operands[: len(wanted)])
         values, cotangents = operands[len(wanted) : count], iter(operands[count:])
         if cut is not None and cut.sums:
             arrays = [varying(array, cut.shared) for array in arrays]
@@ -214,7 +229,8 @@ def shared_by(
         if isinstance(leaf, _Place)
     }
     shapes = [(name_of[place], leaves[place].shape) for place in places]
-    results = jax.tree.leaves(jax.eval_shape(reference, *(leaves[place] for place in places)))
+    avals = tuple(jax.ShapeDtypeStruct(leaves[place].shape, leaves[place].dtype) for place in places)
+    results = jax.tree.leaves(jax.eval_shape(reference, *avals))
     rule = rule_of(dimensions, by_name(leaves), shapes, [each.shape for each in results])
     if isinstance(rule, str):
         return None
@@ -234,7 +250,7 @@ def shared_by(
         parts=parts,
         rule=rule,
         options=re.sub(r" at 0x\w+", "", f"{others} {structure}"),
-        avals=tuple(jax.ShapeDtypeStruct(leaves[place].shape, leaves[place].dtype) for place in places),
+        avals=avals,
     )
 
 

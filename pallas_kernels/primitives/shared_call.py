@@ -6,15 +6,18 @@ traced on one device's arrays, with the kernels that serve those.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax._src import config as jax_config
+from jax._src import source_info_util
 from jax._src.custom_partitioning import _CUSTOM_PARTITIONING_CALL_NAME, _sharding_callbacks, _ShardingCallbackInfo
 from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir
 from jax._src.interpreters import partial_eval as pe
@@ -22,25 +25,33 @@ from jax._src.interpreters.batching import fancy_primitive_batchers
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import hlo
 from jax._src.sharding_impls import ShardingContext, parse_flatten_op_sharding
+from jax._src.state.discharge import discharge_state
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from pallas_kernels.primitives.cuts import Cut, cut_of, summed, varying
+from pallas_kernels.primitives.cuts import Cut, cut_of, summed, text_of_parts, varying
 from pallas_kernels.primitives.dimensions import (
     Rule,
 )
 from pallas_kernels.primitives.platform import target_device
 
-notify: ContextVar[Callable[[str, str], None] | None] = ContextVar("notify", default=None)
-"""Takes what a call does in a program that is lowered, and why, for a warning."""
+PACKAGE = str(Path(__file__).parents[1])
+Notify = Callable[[str, str], None]
+"""Takes what a call does, and why, for a warning."""
+notify: ContextVar[tuple[Notify, str]] = ContextVar("notify", default=(lambda what, why: None, ""))
+"""That of the call that is lowered, and the call's place in the program."""
+part: ContextVar[tuple[str, str] | None] = ContextVar("part", default=None)
+"""One device's parts of a call in words, and the call's place in the program, while what it computes is traced."""
 _NONE = AbstractMesh((), ())
 
 
 def needed(function: Callable[..., Any], *arrays: Any) -> list[Any]:
     """Calls a function without what does not lead to its results: Shardy would give axes to it."""
     closed = jax.make_jaxpr(function)(*arrays)
+    if closed.effects:  # references that a kernel makes for itself, to update arrays in place
+        closed = discharge_state(closed)
     jaxpr, _ = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arrays)
 
@@ -74,7 +85,7 @@ def _prime_axes(name: str, size: int) -> Iterator[tuple[str, int]]:
     yield from _prime_axes(name, size // factors[0])
 
 
-def _lower(ctx: Any, *values: Any, run: Callable[..., Any], rule: Rule, types: Any, shared: Any) -> Any:
+def _lower(ctx: Any, *values: Any, run: Callable[..., Any], rule: Rule, types: Any, shared: Any, text: str) -> Any:
     """Emits the call as `jax.experimental.custom_partitioning` does, which would need the devices to be present."""
     del types
     context, mesh = ctx.module_context, mesh_of(ctx)
@@ -87,10 +98,10 @@ def _lower(ctx: Any, *values: Any, run: Callable[..., Any], rule: Rule, types: A
         found = parse_flatten_op_sharding(sharding, mesh)[0] if sharding is not None else ()
         return NamedSharding(mesh, PartitionSpec(*found, *(None,) * (rank - len(found))))
 
-    warn = notify.get() or (lambda what, why: None)
+    warn, where = notify.get()
     callback = _ShardingCallbackInfo(
         None,
-        partial(_partition, run, rule, warn),
+        partial(_partition, run, rule, warn, where, copy_context()),
         spec,
         operands,
         results,
@@ -99,7 +110,8 @@ def _lower(ctx: Any, *values: Any, run: Callable[..., Any], rule: Rule, types: A
         mesh,
         (),
     )
-    key = str(id(callback))
+    # JAX takes an object's identity, which differs in each process, so that its compile cache would never hit.
+    key = hashlib.sha256(f"{shared.label} {text} {mesh} {context.platforms}".encode()).hexdigest()
     _sharding_callbacks[key.encode()] = callback
     context.add_keepalive(callback)
     call = hlo.CustomCallOp(
@@ -114,8 +126,6 @@ def _lower(ctx: Any, *values: Any, run: Callable[..., Any], rule: Rule, types: A
         result_layouts=None,
     )
     ins, outs = ([value.type for value in each] for each in (values, call.results))
-    label: dict[str, Any] = {"shared_call": ir.StringAttr.get(shared.label)}
-    call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(label)
     call.attributes["sdy.sharding_rule"] = sdy_sharding_rule_to_mlir(rule.shardy(), ins, outs)
     return call.results
 
@@ -132,7 +142,9 @@ def _device(platforms: Sequence[str]) -> AbstractDevice:
 def _partition(
     run: Callable[..., Any],
     rule: Rule,
-    warn: Callable[[str, str], None],
+    warn: Notify,
+    where: str,
+    context: Context,
     mesh: AbstractMesh,
     operands: Any,
     results: Any,
@@ -140,27 +152,55 @@ def _partition(
     """Answers how a call's arrays are cut, and returns what one device computes."""
     asked = [each.sharding.spec for each in (*operands, *results)]
     cut, specs = cut_of(rule, dict(mesh.shape), asked)
-    for axis, labels in rule.gathered(asked, cut.axes_of).items():
-        what = f"gathers {', '.join(dict.fromkeys(labels))} over the mesh axis {axis!r}"
-        warn(what, "the operation cannot be cut there, so that devices along this axis repeat its work")
     manual = mesh.update(axis_types=(AxisType.Manual,) * len(mesh.axis_names))
 
     def local(*arrays: Any) -> Any:
         # JAX lets a mesh of another size replace none but the empty one.
         with use_abstract_mesh(_NONE), use_abstract_mesh(manual), jax_config._check_vma(bool(cut.sums)):
-            if cut.sums:
-                arrays = tuple(varying(each, cut.own(own)) for each, own in zip(arrays, rule.operands, strict=True))
-            computed = needed(partial(run, cut), *arrays)
-            if rule.primal is None:
-                return tuple(computed)
-            pairs = zip(computed, rule.results, cut.scattered, strict=True)
-            return tuple(summed(each, cut.lacked(own), scattered) for each, own, scattered in pairs)
+            return context.copy().run(call, *arrays)
 
+    call = local_call(run, rule, cut, asked, where, warn)
     places = [NamedSharding(mesh, spec) for spec in specs]
     return mesh, local, tuple(places[len(operands) :]), tuple(places[: len(operands)])
 
 
-def _batch(axis: Any, operands: Any, places: Any, *, run: Any, rule: Rule, types: Any, shared: Any) -> Any:
+def place_of(traceback: Any) -> str:
+    """Returns file and line of the innermost frame outside JAX and this package."""
+    frames = source_info_util.user_frames(traceback)
+    places = (f"{each.file_name}:{each.start_line}" for each in frames if not each.file_name.startswith(PACKAGE))
+    return next(places, "an unknown line")
+
+
+def local_call(
+    run: Callable[..., Any], rule: Rule, cut: Cut, asked: Sequence[Any], where: str, warn: Notify
+) -> Callable[..., tuple[Any, ...]]:
+    """Returns what one device computes of its parts, where all mesh axes are manual.
+
+    Warns of the mesh axes along which devices repeat the work. asked: the partition specs of the arrays.
+    """
+    for axis, labels in rule.gathered(asked, cut.axes_of).items():
+        what = f"gathers {', '.join(dict.fromkeys(labels))} over the mesh axis {axis!r}"
+        warn(what, "the operation cannot be cut there, so that devices along this axis repeat its work")
+
+    text = text_of_parts(rule, cut, asked) if rule.labels else ""
+
+    def local(*arrays: Any) -> tuple[Any, ...]:
+        if cut.sums:
+            arrays = tuple(varying(each, cut.own(own)) for each, own in zip(arrays, rule.operands, strict=True))
+        token = part.set((text, where))
+        try:
+            computed = needed(partial(run, cut), *arrays)
+        finally:
+            part.reset(token)
+        if rule.primal is None:
+            return tuple(computed)
+        pairs = zip(computed, rule.results, cut.scattered, strict=True)
+        return tuple(summed(each, cut.lacked(own), scattered) for each, own, scattered in pairs)
+
+    return local
+
+
+def _batch(axis: Any, operands: Any, places: Any, *, run: Any, rule: Rule, types: Any, shared: Any, text: str) -> Any:
     is_mapped = [isinstance(place, int) for place in places]
     operands = [
         jnp.moveaxis(array, place, 0) if each else array
@@ -175,6 +215,7 @@ def _batch(axis: Any, operands: Any, places: Any, *, run: Any, rule: Rule, types
 
     types = tuple(((axis.size, *shape), dtype) for shape, dtype in types)
     params = {"rule": rule.mapped(is_mapped, axis.size), "types": types, "shared": shared}
+    params["text"] = f"vmap {axis.size} {axes} {text}"
     return shared_p.bind(*operands, run=mapped, **params), [0] * len(types)
 
 

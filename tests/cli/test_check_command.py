@@ -93,7 +93,7 @@ def test_against_a_whole_report_only_what_changed_is_named(invoke, report: str):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "expected --max-launches, another --max option or --baseline"),
+        ([], "expected --max-launches, another --max option, --no-all-gather or --baseline"),
         (["--max-hbm-bytes", "ten"], "as 250000000, 250MB or 1.5GB, got 'ten'"),
         (["--baseline", "lock.json"], "cannot read lock.json"),
         (["--baseline", "old.json"], "expected a lock of version 1"),

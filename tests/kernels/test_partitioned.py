@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import xlafuse
 from hlo_analysis.targets import load_target
-from pallas_kernels import KernelWarning, attention, batch_norm, linear, recorded_choices, rms_norm, testing
+from pallas_kernels import KernelWarning, attention, linear, recorded_choices, rms_norm, testing
 from pallas_kernels.primitives.partitioned import Reference, by_devices
 from pallas_kernels.registry import REGISTRY
 
@@ -138,18 +138,6 @@ def test_a_kernel_asked_for_by_name_runs_on_the_parts(gpus):
         assert not collectives(norm, *structs, kernels=1)
 
 
-def test_a_kernel_asked_for_by_name_that_needs_all_rows_warns_at_the_line_of_the_call(gpus):
-    def norm(x, scale):
-        return batch_norm(x, scale, scale, implementation="mosaic")
-
-    structs = struct(gpus, (4096, 1024), "d"), struct(gpus, (1024,))
-    with pytest.warns(KernelWarning, match="XLA gathers whole arrays on every device") as warned:
-        text = lowered(norm, *structs).as_text()
-    assert "mosaic_gpu_v2" in text
-    (warning,) = warned
-    assert (warning.filename, warning.lineno) == (__file__, norm.__code__.co_firstlineno + 1)
-
-
 def test_inside_shard_map_kernels_run_without_a_word(gpus):
     structs = [struct(gpus, (8, 256, 1024), "d"), struct(gpus, (1024,))]
     mesh = AbstractMesh((4,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
@@ -170,14 +158,12 @@ def test_a_long_attention_has_a_gradient_inside_shard_map(check_vma):
     assert str(jax.make_jaxpr(gradients(mapped))(*heads)).count("attention_backward_fused") == (0 if check_vma else 1)
 
 
-def test_under_an_automatic_mesh_kernels_take_parts_and_the_others_are_xlas():
+def test_under_an_automatic_mesh_kernels_take_parts():
     mesh = AbstractMesh((4,), ("d",), axis_types=(AxisType.Auto,), abstract_device=H200)
     x, scale = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 1024), (1024,)))
     with jax.sharding.use_abstract_mesh(mesh), recorded_choices() as choices:
         jax.eval_shape(rms_norm, x, scale)
-        jax.eval_shape(batch_norm, x, scale, scale)
-    assert [choice.taken for choice in choices] == ["mosaic", "xla"]
-    assert "XLA spreads arrays over 'd' of the mesh" in str(choices[1].reasons["mosaic"])
+    assert [choice.taken for choice in choices] == ["mosaic"]
 
 
 @pytest.fixture

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
+import textwrap
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -26,6 +29,7 @@ from pallas_kernels import (
     gated_linear,
     linear,
     qkv_projection,
+    recorded_choices,
     rms_norm,
     testing,
 )
@@ -235,6 +239,22 @@ def test_a_gather_of_what_is_whole_is_warned_of_at_the_line_of_the_call(cpus):
     assert {each.lineno for each in warned} == {causal.__code__.co_firstlineno + 1}
 
 
+def test_choices_are_of_the_parts_and_say_what_is_gathered(cpus):
+    def layer(x, w):
+        return linear(rms_norm(x, x[0, 0]), w, implementation=("mosaic", "xla"))
+
+    x, w = jnp.ones((4, 128, 1024), jnp.bfloat16), jnp.ones((1024, 2048), jnp.bfloat16)
+    with recorded_choices() as choices:
+        run_in_parts(layer, (x, w), (NamedSharding(cpus, P("d")), NamedSharding(cpus, P(None, "t"))))
+    whole, parts = ([each for each in choices if bool(each.parts) is is_part] for is_part in (False, True))
+    assert [each.operation for each in whole] == ["rms_norm", "linear"]
+    assert {each.parts for each in parts} == {
+        "x (2, 128, 1024) by d, scale (1024,) whole",
+        "x (2, 128, 1024) by d, w (1024, 1024) by t",
+    }
+    assert {each.where for each in choices} == {f"{__file__}:{layer.__code__.co_firstlineno + 1}"}
+
+
 def test_scanned_layers_with_remat_and_vmap(cpus, seed):
     def body(x, scale):
         return jax.checkpoint(jax.vmap(rms_norm, (0, None)))(x, scale) + x, None
@@ -260,8 +280,36 @@ def test_calls_with_other_options_are_other_programs_to_a_compile_cache(cpus):
         with jax.sharding.use_abstract_mesh(ONE):
             function = jax.jit(lambda x, scale: rms_norm(x, scale, **options), in_shardings=shardings)
             text = function.trace(jnp.ones((4, 256)), jnp.ones(256)).lower().as_text()
-        (found,) = re.findall(r'shared_call = "(.*?)"', text)
+        (found,) = re.findall(r'backend_config = "(\w{64})"', text)
         return found
 
     assert label() == label()
     assert label() != label(epsilon=1e-5)
+
+
+CACHED = """
+import os, sys
+os.environ |= {{"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}}
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from pallas_kernels import rms_norm
+jax.config.update("jax_compilation_cache_dir", {folder!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.monitoring.register_event_listener(lambda name, **_: print(name) if "cache_hits" in name else None)
+h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+mesh = Mesh(np.array(jax.devices()), ("d",))
+gradient = jax.grad(lambda x, scale: rms_norm(x, scale).sum(), argnums=(0, 1))
+with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("one",), axis_types=(AxisType.Auto,), abstract_device=h200)):
+    jitted = jax.jit(gradient, in_shardings=(NamedSharding(mesh, P("d")), NamedSharding(mesh, P())))
+    lowered = jitted.trace(jnp.ones((4, 256)), jnp.ones(256)).lower()
+assert "CustomSPMDPartitioning" in lowered.as_text()
+lowered.compile()
+"""
+
+
+def test_a_second_process_finds_the_program_in_the_compile_cache(tmp_path):
+    program = textwrap.dedent(CACHED.format(folder=str(tmp_path)))
+    runs = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True) for _ in range(2)]
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
+    assert ["cache_hits" in run.stdout for run in runs] == [False, True]

@@ -51,6 +51,15 @@ class Request(Program):
             help="Largest array between launches, such as 64MB: each that one launch writes for others to read.",
         ),
     ] = None
+    max_collective_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--max-collective-bytes", metavar="BYTES", help="Most bytes that one GPU sends to others in one run."
+        ),
+    ] = None
+    no_all_gather: Annotated[
+        bool, typer.Option("--no-all-gather", help="Allow no array to be gathered from several GPUs.")
+    ] = False
     baseline: Annotated[
         str | None,
         typer.Option(
@@ -80,12 +89,15 @@ def check(request: Request) -> None:
 
     sizes = {
         name: None if text is None else parse_bytes(text, f"--{name.replace('_', '-')}")
-        for name in ("max_hbm_bytes", "max_peak_bytes", "max_value_bytes")
+        for name in ("max_hbm_bytes", "max_peak_bytes", "max_value_bytes", "max_collective_bytes")
         for text in [getattr(request, name)]
     }
-    limits, baseline = Limits(max_launches=request.max_launches, **sizes), request.baseline
+    limits = Limits(max_launches=request.max_launches, no_all_gather=request.no_all_gather, **sizes)
+    baseline = request.baseline
     if limits.is_none and baseline is None and request.write is None:
-        raise InputError("expected --max-launches, another --max option or --baseline to check, or --write")
+        raise InputError(
+            "expected --max-launches, another --max option, --no-all-gather or --baseline to check, or --write"
+        )
     before, full = _baseline(baseline) if baseline is not None else (None, None)
     analysis = analysis_of(request)
     on_github = os.environ.get("GITHUB_ACTIONS") == "true"

@@ -29,8 +29,8 @@ MOSAIC_DTYPES = ("bfloat16", "float16")
 
 @shares(
     "query: b !t (g r) !d, key: b !s g d, value: b s g d, bias: b (g r) t s, mask: b (g r) t s, "
-    "dropout_mask: b (g r) t s, segment_ids: b t, segment_ids.0: b t, segment_ids.1: b s, sinks: (g r) "
-    "-> b t (g r) d, b (g r) t"
+    "dropout_mask: b (g r) t s, dropout_key: key of b (g r) _, "
+    "segment_ids: b t, segment_ids.0: b t, segment_ids.1: b s, sinks: (g r) -> b t (g r) d, b (g r) t"
 )
 @usual_promotion
 def attention(

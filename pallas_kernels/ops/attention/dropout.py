@@ -18,6 +18,7 @@ from pallas_kernels.primitives.random import (
     epoch_word,
     key_words,
     mixed_words,
+    row_of_whole,
     shared_word,
 )
 
@@ -45,19 +46,21 @@ def keep_bits(key: jax.Array, batch: int, heads: int, queries: int, keys: int, *
     """
     # Places have a row for each (batch, head, query), and a column for each key.
     whole_queries, whole_keys = -(-queries // _WHOLE_QUERIES) * _WHOLE_QUERIES, -(-keys // WORD) * WORD
-    first_word, second = mixed_words(key_words(key))
+    words = mixed_words(key_words(key))
+    is_part = len(words) > 2  # of an array on several devices, whose rows may reach into further periods
+    rows = _PERIOD if is_part else batch * heads * whole_queries
     columns = -(-keys // TILE) * (TILE // WORD)
     # Places of one count are one fusion; of axes of their own, XLA would compute parts in four further launches.
     place = jnp.arange(batch * heads * queries * columns, dtype=jnp.uint32)
     column, place = place % jnp.uint32(columns), place // jnp.uint32(columns)
     query = place % jnp.uint32(queries)
-    row = place // jnp.uint32(queries) * jnp.uint32(whole_queries) + query
-    second = second_words(second, row, rows=batch * heads * whole_queries, keys=whole_keys)
+    row = row_of_whole(words, place // jnp.uint32(queries)) * jnp.uint32(whole_queries) + query
+    second = second_words(words[1], row, rows=rows, keys=whole_keys)
     is_other = (query & _OTHER) != 0
     start = (row & jnp.uint32(_PERIOD - 1 - _OTHER)) * jnp.uint32(whole_keys) + column * jnp.uint32(WORD)
     found = jnp.uint32(0)
     for first in range(0, _OTHER, 2):
-        word = shared_word((start + jnp.uint32(first)) * jnp.uint32(PLACE_STEP) + first_word, second)
+        word = shared_word((start + jnp.uint32(first)) * jnp.uint32(PLACE_STEP) + words[0], second)
         turned = (word << jnp.uint32(16)) | (word >> jnp.uint32(16))
         for key_place in _SHARING:
             own, other = (jnp.uint32(pair[(key_place & _OTHER) != 0]) for pair in MEMBERS)

@@ -20,13 +20,14 @@ from pallas_kernels.primitives.elementwise import (
     folded_rows,
 )
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
+from pallas_kernels.primitives.random import of_part
 from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.settings import usual_promotion
 
 _FEW_COLUMNS = 192
 
 
-@shares("x: ... d, bias: d, residual: ... d -> ... d")
+@shares("x: ... d, bias: d, residual: ... d, dropout_key: key of ... d -> ... d")
 @usual_promotion
 def bias_activation(
     x: jax.Array,
@@ -80,7 +81,8 @@ def bias_activation(
     get_activation("bias_activation", activation)
     _check(x, bias, residual)
     words = dropout_words("bias_activation", dropout_rate, dropout_key)
-    support = {"mosaic": partial(mosaic_unsupported, x, bias), "xla": lambda: None}
+    may_fold = words is None or not of_part(words)
+    support = {"mosaic": partial(mosaic_unsupported, x, bias, may_fold=may_fold), "xla": lambda: None}
     preferred = lambda: () if is_best_by_xla(x, bias, activation, is_plain=words is None) else ("mosaic",)  # noqa: E731
     chosen = choose("bias_activation", implementation, support, preferred=preferred)
     if chosen == "xla" or x.size == 0:
@@ -88,7 +90,7 @@ def bias_activation(
             x, bias, activation=activation, dropout_rate=dropout_rate, dropout_key=dropout_key, residual=residual
         )
     # Without a bias the row length does not matter, and one long row has the fewest unaligned accesses.
-    rows = x.reshape((1, -1) if bias is None else (-1, x.shape[-1]))
+    rows = x.reshape((1, -1) if bias is None and may_fold else (-1, x.shape[-1]))
     operands = varying_alike((rows, bias, None if residual is None else residual.reshape(rows.shape), words))
     kernel = partial(_bias_activation_mosaic, activation, float(dropout_rate))
     by_xla = implementation is None and is_best_forward_by_xla(x, bias, activation, is_plain=words is None)
@@ -144,14 +146,17 @@ def is_best_forward_by_xla(
     return not is_wide and x.size < FOLD_ELEMENTS and x.shape[-1] <= _FEW_COLUMNS
 
 
-def mosaic_unsupported(x: jax.Array, bias: jax.Array | None) -> str | None:
-    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
+def mosaic_unsupported(x: jax.Array, bias: jax.Array | None, *, may_fold: bool = True) -> str | None:
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can.
+
+    may_fold: whether rows may be joined; not those of a part of an array with dropout.
+    """
     if reason := dtypes_unsupported(x=x, bias=bias):
         return reason
-    if bias is None:
+    rows, features = x.size // max(1, x.shape[-1]), x.shape[-1]
+    if bias is None and may_fold:
         rows, features = 1, x.size
-    else:
-        rows, features = x.size // max(1, x.shape[-1]), x.shape[-1]
+    elif may_fold:
         fold = folded_rows(rows, features, x.dtype.itemsize)
         rows, features = rows // fold, features * fold
     return elementwise_unsupported(rows, features) or mosaic_gpu_unsupported()

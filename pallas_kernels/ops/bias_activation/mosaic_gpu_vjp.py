@@ -60,7 +60,7 @@ def bias_activation_backward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (dx, dbias), or (dx, None) without a bias. Arguments as of the forward kernel; dy like x."""
     shape = x.shape
-    x, bias, dy = fold(x, bias, dy)
+    x, bias, dy = fold(x, bias, dy, words)
     operands = present({"x": x, "bias": bias, "words": words, "dy": dy})
     # As accurate as the more accurate of the two gradients needs.
     shown = x.dtype if bias is None else jnp.promote_types(x.dtype, bias.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import ScoreRule
 from pallas_kernels.ops.decode_attention.reference import appended, decode_attention_reference
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays, positive_number, static_integer
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -22,6 +24,17 @@ MOST_TOKENS = 8
 _MOST_LENGTH = jnp.iinfo(jnp.int32).max
 
 
+def _dimensions(arguments: Mapping[str, Any]) -> str:
+    """Pages belong to all sequences; where the call writes them, devices do not share the sequences."""
+    is_paged, writes = arguments["page_table"] is not None, arguments["new_key"] is not None
+    cache = "!p !s g d" if is_paged else "b !s g d"
+    batch = "!b" if is_paged and writes else "b"
+    new = "new_key: b t g d, new_value: b t g d"
+    caches = f"key_cache: {cache}, value_cache: {cache}, lengths: b, page_table: b !e"
+    return f"query: {batch} !t (g r) !d, {caches}, {new} -> b t (g r) d, {cache}, {cache}"
+
+
+@shares(_dimensions)
 @usual_promotion
 def decode_attention(
     query: jax.Array,

@@ -12,6 +12,7 @@ from pallas_kernels.ops.dot_interaction.mosaic_gpu import ROWS, dot_interaction_
 from pallas_kernels.ops.dot_interaction.reference import dot_interaction_reference
 from pallas_kernels.ops.dot_interaction.triangle import Triangle
 from pallas_kernels.primitives.checks import as_arrays, static_flag
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import DTYPES
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
 from pallas_kernels.primitives.rows import THREADS
@@ -21,6 +22,7 @@ MOST_FEATURES = 512
 """The largest vector size: 64 vectors of it take 64 KiB of shared memory."""
 
 
+@shares("features: ... f d -> ... !p")
 @usual_promotion
 def dot_interaction(
     features: jax.Array, *, self_interaction: bool = False, implementation: Implementation = None

@@ -17,7 +17,7 @@ from pallas_kernels.primitives.settings import usual_promotion
 _NORMS = ("rms_norm", "layer_norm")
 
 
-@shares("x: ... !d, scale: d, bias: d, residual: ... d -> ... d, ... d")
+@shares("x: ... !d, scale: d, bias: d, residual: ... d, key: key of ... d -> ... d, ... d")
 @usual_promotion
 def dropout_residual_norm(
     x: jax.Array,

@@ -12,6 +12,7 @@ from pallas_kernels.ops.embedding_bag.config import is_preferred
 from pallas_kernels.ops.embedding_bag.mosaic_gpu import MOST_FEATURES, embedding_bag_forward
 from pallas_kernels.ops.embedding_bag.reference import embedding_bag_reference
 from pallas_kernels.primitives.checks import as_arrays, as_int32, check_lookup, optional_arrays
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.settings import usual_promotion
@@ -19,6 +20,7 @@ from pallas_kernels.primitives.settings import usual_promotion
 MODES = ("sum", "mean")
 
 
+@shares("table: r d, indices: ... i, weights: ... i -> ... d")
 @usual_promotion
 def embedding_bag(
     table: jax.Array,

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.grouped_gated_linear.mosaic_gpu import grouped_gated_linear_mosaic
 from pallas_kernels.ops.grouped_gated_linear.reference import grouped_gated_linear_reference
-from pallas_kernels.ops.grouped_linear.api import check_group_bias, check_groups, mosaic_unsupported
+from pallas_kernels.ops.grouped_linear.api import check_group_bias, check_groups, mosaic_unsupported, of_own_groups
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, as_int32, optional_arrays
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 
+def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Array:
+    """Computes the layer where groups are cut."""
+    return of_own_groups(lambda given: grouped_gated_linear(**given), arguments, sums)
+
+
+_DIMENSIONS = "x: m k, w_gate: +g k n, w_up: g k n, bias_gate: g n, bias_up: g n, group_sizes: sizes of m -> m n"
+
+
+@shares(_DIMENSIONS, _from_parts)
 @usual_promotion
 def grouped_gated_linear(
     x: jax.Array,

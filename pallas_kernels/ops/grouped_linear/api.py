@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_operands, optional_activation
 from pallas_kernels.ops.grouped_linear.mosaic_gpu import grouped_linear_mosaic
 from pallas_kernels.ops.grouped_linear.reference import grouped_linear_reference
 from pallas_kernels.primitives.checks import as_arrays, as_int32, optional_arrays, static_flag
+from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 
+def _dimensions(arguments: Mapping[str, Any]) -> str:
+    weights = "+g n k" if arguments["transpose"] else "+g k n"
+    return f"x: m +k, w: {weights}, group_sizes: sizes of m, bias: g n -> m n"
+
+
+def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Array:
+    """Computes the layer where features or groups are cut: bias and activation follow the sum over features."""
+
+    def layer(given: Mapping[str, Any]) -> jax.Array:
+        if "k" not in sums:
+            return grouped_linear(**given)
+        product = sums["k"].total(grouped_linear(**{**given, "bias": None, "activation": None}))
+        others = {name: given[name] for name in ("w", "group_sizes", "bias", "activation")}
+        return grouped_linear_reference(product, **others, multiply=lambda rows, *_, **__: rows)
+
+    return of_own_groups(layer, arguments, sums)
+
+
+def of_own_groups(
+    layer: Callable[[Mapping[str, Any]], jax.Array], arguments: Mapping[str, Any], sums: Mapping[str, Any]
+) -> jax.Array:
+    """Computes a grouped layer where groups may be cut: rows of other devices' groups are zeros in the sum."""
+    if "g" not in sums:
+        return layer(arguments)
+    rows, sizes = arguments["x"].shape[0], arguments["group_sizes"]
+    groups = sizes.size // lax.axis_size(sums["g"].axes)
+    ends = jnp.minimum(jnp.cumsum(jnp.clip(sizes.astype(jnp.int32), 0, rows)), rows)
+    first = lax.axis_index(sums["g"].axes) * groups
+    start = jnp.where(first > 0, ends[first - 1], 0)
+    own = jnp.diff(ends[first + jnp.arange(groups)], prepend=start)
+    x = jnp.roll(arguments["x"], -start, axis=0)  # the groups' rows come first
+    return sums["g"].total(jnp.roll(layer({**arguments, "x": x, "group_sizes": own}), start, axis=0))
+
+
+@shares(_dimensions, _from_parts)
 @usual_promotion
 def grouped_linear(
     x: jax.Array,

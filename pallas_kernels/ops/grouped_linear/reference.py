@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -23,22 +25,29 @@ def grouped_linear_reference(
     bias: jax.Array | None = None,
     activation: str | None = None,
     transpose: bool = False,
+    multiply: Callable[..., jax.Array] = lax.ragged_dot,
 ) -> jax.Array:
     """See `pallas_kernels.grouped_linear`. The product is rounded to x's dtype, what follows is in float32."""
-    y, is_own = grouped_product_reference(x, w, group_sizes, bias=bias, transpose=transpose)
+    y, is_own = grouped_product_reference(x, w, group_sizes, bias=bias, transpose=transpose, multiply=multiply)
     if function := optional_activation("grouped_linear", activation):
         y = function.reference(y.astype(jnp.promote_types(x.dtype, jnp.float32)))
     return jnp.where(is_own, y, 0).astype(x.dtype)
 
 
 def grouped_product_reference(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, bias: jax.Array | None = None, transpose: bool = False
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    transpose: bool = False,
+    multiply: Callable[..., jax.Array] = lax.ragged_dot,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the product of x's dtype, or with a bias in at least float32, and which rows (rows, 1) have a group."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     group = group_of_rows(group_sizes, x.shape[0])
     sizes = jnp.bincount(group, length=w.shape[0] + 1)[:-1].astype(jnp.int32)
-    y = lax.ragged_dot(x, w.swapaxes(1, 2) if transpose else w, sizes, preferred_element_type=x.dtype)
+    y = multiply(x, w.swapaxes(1, 2) if transpose else w, sizes, preferred_element_type=x.dtype)
     if bias is not None:
         y = y.astype(wide) + bias.astype(wide)[group]  # rows of no group take the last one's
     return y, (group < w.shape[0])[:, None]

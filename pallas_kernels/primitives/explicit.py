@@ -1,0 +1,89 @@
+"""Calls whose work devices share under explicit mesh axes, where tracing knows how arrays are cut.
+
+The same `Rule` answers as in a program that XLA partitions; what one device computes runs inside `jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import source_info_util
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from pallas_kernels.primitives.cuts import cut_of
+from pallas_kernels.primitives.platform import mapped_mesh_axes
+from pallas_kernels.primitives.sharded import Shared, computed_among, with_pullback
+from pallas_kernels.primitives.shared_call import Notify, local_call, place_of
+from pallas_kernels.specs import Static
+
+
+def is_explicit() -> bool:
+    """Returns whether all axes of the current mesh that have several devices are explicit."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = {kind for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if size > 1}
+    return kinds == {AxisType.Explicit} and not mapped_mesh_axes()
+
+
+@contextmanager
+def on_one_device() -> Iterator[None]:
+    """Traces without the current mesh, for the same kind of device."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    one = AbstractMesh((1,), ("one",), axis_types=(AxisType.Auto,), abstract_device=device)
+    # JAX lets a mesh of another size replace none but the empty one.
+    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(one):
+        yield
+
+
+def by_explicit_axes(shared: Shared, notify: Notify) -> Callable[..., Any]:
+    """Returns a differentiable function of arrays that the current mesh's explicit axes cut."""
+
+    def bind(run: Any, rule: Any, types: Any, arrays: Sequence[Any]) -> list[Any]:
+        mesh = jax.sharding.get_abstract_mesh()
+        given = [jax.typeof(array).sharding.spec for array in arrays]
+        asked = [each.sharding.spec if rule.primal is not None else PartitionSpec() for each in types]
+        cut, specs = cut_of(rule, dict(mesh.shape), [*given, *asked])
+        count = len(arrays)
+        placed = [
+            jax.sharding.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=False)
+        ]
+        found = jax.shard_map(
+            local_call(run, rule, cut, given, where, notify),
+            in_specs=tuple(specs[:count]),
+            out_specs=tuple(specs[count:]),
+            check_vma=bool(cut.sums),
+        )(*placed)
+        if rule.primal is None:
+            return list(found)
+        return [jax.sharding.reshard(each, NamedSharding(mesh, spec)) for each, spec in zip(found, asked, strict=True)]
+
+    where = place_of(source_info_util.current().traceback)
+    shared = shared.bound_by(bind)
+    run = jax.custom_vjp(lambda *arrays: shared(*arrays))
+
+    def forward(*arrays: Any) -> Any:
+        values = [array.value for array in arrays]
+        wanted = tuple(array.perturbed and jnp.issubdtype(array.value.dtype, jnp.inexact) for array in arrays)
+
+        def kept(*whole: Any) -> list[Any]:
+            return computed_among(with_pullback(shared.function, wanted, *whole)[1], whole)
+
+        with on_one_device():
+            types = jax.eval_shape(kept, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in values))
+        result, saved = shared.differentiated(wanted, types, *values)
+        return result, (saved, values, Static(wanted))
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        saved, values, wanted = residuals[0], residuals[1], residuals[2].value
+        is_zero = lambda leaf: isinstance(leaf, SymbolicZero)  # noqa: E731
+        given = jax.tree.map(lambda leaf: ad.Zero(leaf.aval) if is_zero(leaf) else leaf, cotangents, is_leaf=is_zero)
+        found = iter(shared.gradients(wanted, saved, values, given))
+        return tuple(next(found) if each else None for each in wanted)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run
