@@ -36,10 +36,10 @@ APART = {
 """By the opcode of a collective of several arrays."""
 SCHEDULED = Remedy(
     kind="option",
-    options=(("xla_gpu_enable_latency_hiding_scheduler", "True"),),
-    text="xla_gpu_enable_latency_hiding_scheduler=True starts collectives early and waits for them late, where other "
-    "work does not depend on them; else cut the work into parts, so that the collective of one runs beside the work on "
-    "the next",
+    options=(("xla_gpu_enable_analytical_latency_estimator", "True"),),
+    text="xla_gpu_enable_analytical_latency_estimator=True has XLA's scheduler tell from sizes what takes as long as a "
+    "collective, not by fixed costs, which take a custom kernel for a short one; measure both. What depends on the "
+    "collective has to be cut into parts, so that the collective of one runs beside the work on the next",
 )
 FOUR_OF_A_WORD = Remedy(
     kind="rewrite",

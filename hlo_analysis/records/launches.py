@@ -99,8 +99,8 @@ class Launch:
     axes: tuple[tuple[str, int], ...] = ()
     """The mesh axes that a collective acts over, each with its number of GPUs; () where the HLO does not say."""
     exposed_us: float | None = None
-    """Estimated: what remains of a collective's time beside the launches between its start and the wait for it; None
-    for other launches. `estimated_us` is the whole."""
+    """Estimated: how long the program waits for a collective, and for those before it on the link, beyond the launches
+    between its start and that wait; None for other launches. `estimated_us` is its whole time."""
     roofline_us: float = 0.0
     """Estimated: max(bytes / bandwidth, FLOPs / peak, link bytes / link rate) + launch overhead, for one launch, on the
     target."""

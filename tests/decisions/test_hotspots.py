@@ -205,3 +205,15 @@ def test_few_blocks_are_a_cause_and_so_is_nothing_on_a_cpu() -> None:
     (found,) = _hotspots(program, device, estimated_us=100.0, needed_us=10.0)
     assert found.cause.endswith("in 4 blocks: 128 of the GPU's 132 multiprocessors have nothing to do")
     assert _hotspots(program, CPU_DEVICE) == ()
+
+
+def test_collectives_that_nothing_hides_have_options_to_try() -> None:
+    fields = {"limiter": "link", "estimated_us": 50.0, "exposed_us": 40.0, "needed_us": 10.0, "axes": (("data", 4),)}
+    program = Program().launch("one", {"a": 1}, 4, "collective", opcodes=("all-gather",), **fields)
+    program.launch("joined", {"b": 1, "c": 1}, 4, "collective", opcodes=("reduce-scatter",), **fields)
+    one, joined = sorted(find_hotspots(program.launches, (), DEVICE), key=lambda each: each.launches)
+    assert one.cause == "An all-gather over the mesh axis 'data', which other work does not hide"
+    assert one.options == (("xla_gpu_enable_analytical_latency_estimator", "True"),)
+    assert joined.cause.startswith("A reduce-scatter over the mesh axis 'data' of 2 arrays that XLA joined")
+    assert joined.options == (("xla_gpu_reduce_scatter_combine_threshold_bytes", "0"),)
+    assert (one.excess_us, joined.excess_us) == (40.0, 40.0)
