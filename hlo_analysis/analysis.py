@@ -8,6 +8,7 @@ from dataclasses import replace
 from hlo_analysis.capture import Capture
 from hlo_analysis.catalogue import Catalogue, kernels_for
 from hlo_analysis.caveats import notes_of
+from hlo_analysis.costs.link import mesh_of
 from hlo_analysis.costs.memory import parse_buffer_assignment
 from hlo_analysis.costs.occupancy import multiprocessor_limits
 from hlo_analysis.costs.overlap import with_exposed
@@ -96,6 +97,7 @@ def _assemble(
         compiler_options=dict(provenance.compiler_options),
         library_packages=frozenset(kernel.package for kernel in catalogue),
         resources=resources,
+        mesh=attempt(mesh_of, {}, module),
         ptx=ptx,
         limits=attempt(multiprocessor_limits, None, capture.text("target_config")),
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 from math import prod
+
+import numpy as np
 
 from hlo_analysis.hlo import Instruction, Module
 
@@ -12,6 +15,7 @@ _NUMBERS = re.compile(r"\d+")
 _IOTA = re.compile(r"\[([0-9,]+)\]<=")
 _MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 _SIZE = re.compile(r"'([^']*)'=(\d+)")
+_DEVICES = re.compile(r"\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _PART = re.compile(r"\.\d+$")
 _AXIS = re.compile(r"'([^']*)'(?::\(\d+\)(\d+))?")
 
@@ -42,24 +46,55 @@ def link_bytes(module: Module, instruction: Instruction, operand_bytes: int) -> 
     return int(operand_bytes * factors.get(opcode, Fraction(0)))
 
 
-def group_axes(instruction: Instruction) -> tuple[tuple[str, int], ...]:
-    """Returns the mesh axes of a collective's groups, each with its size, or () where `replica_groups` names none."""
-    if mesh := _MESH.search(instruction.attributes.get("replica_groups", "")):
-        # mesh['a'=2,'b'=4] {'b'}, where 'b':(1)2 is part of an axis; so is 'b.4', in calls of pallas_kernels.
-        sizes = {name: int(size) for name, size in _SIZE.findall(mesh[1])}
-        found: dict[str, int] = {}
-        for name, part in _AXIS.findall(mesh[2]):
-            whole = _PART.sub("", name)
-            found[whole] = found.get(whole, 1) * (int(part) if part else sizes.get(name, 1))
-        return tuple(found.items())
-    return ()
+def mesh_of(module: Module) -> dict[str, int]:
+    """Returns the mesh's axes with their sizes, from the first collective that names them; {} if none does."""
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            if mesh := _MESH.search(instruction.attributes.get("replica_groups", "")):
+                return {name: int(size) for name, size in _SIZE.findall(mesh[1])}
+    return {}
+
+
+def group_axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Returns the mesh axes of a collective's groups, each with its size; () where they are not known.
+
+    Args:
+        instruction: the collective.
+        mesh: sizes of the axes, for groups that list devices, whose numbers count along the last axis first.
+    """
+    text = instruction.attributes.get("replica_groups", "")
+    if named := _MESH.search(text):  # mesh['a'=2,'b'=4] {'b'}, where 'b':(1)2 is part of an axis
+        sizes = {name: int(size) for name, size in _SIZE.findall(named[1])}
+        parts = [(name, int(part) if part else sizes.get(name, 1)) for name, part in _AXIS.findall(named[2])]
+    else:
+        group = _first_group(text)
+        if not group or max(group) >= prod(mesh.values()):
+            return ()
+        places = np.unravel_index(group, tuple(mesh.values()))
+        parts = [(name, mesh[name]) for name, along in zip(mesh, places, strict=True) if len(set(along.tolist())) > 1]
+        if prod(size for _, size in parts) != len(group):
+            return ()
+    found: dict[str, int] = {}
+    for name, size in parts:
+        whole = _PART.sub("", name)  # 'b.4' is part of 'b' in calls of pallas_kernels
+        found[whole] = found.get(whole, 1) * size
+    return tuple(found.items())
+
+
+def _first_group(text: str) -> list[int]:
+    """Returns the devices of the first group of {{0,1},{2,3}} or of [groups,devices]<=[2,2]T(1,0)."""
+    if iota := _DEVICES.search(text):
+        shape, order = ([int(each) for each in part.split(",")] if part else [] for part in iota.group(2, 3))
+        devices = np.arange(prod(shape)).reshape(shape).transpose(order or None)
+        return devices.reshape(-1, int(iota[1]))[0].tolist()
+    return [int(each) for each in _NUMBERS.findall(text.partition("}")[0])]
 
 
 def group_size(module: Module, instruction: Instruction) -> int:
     """Returns the number of GPUs in one group of a collective, from any of XLA's forms of `replica_groups`."""
-    if axes := group_axes(instruction):
-        return prod(size for _, size in axes)
     text = instruction.attributes.get("replica_groups", "")
+    if _MESH.search(text):
+        return prod(size for _, size in group_axes(instruction, {}))
     if iota := _IOTA.search(text):  # [groups,devices]<=[8]
         return int(iota[1].rpartition(",")[2])
     groups = [_NUMBERS.findall(group) for group in text.strip("{} ").split("}") if _NUMBERS.search(group)]

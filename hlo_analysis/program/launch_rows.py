@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
 from hlo_analysis.costs.coalescing import cache_bytes
@@ -57,6 +57,8 @@ class Context:
     """Packages, beside the installed ones, whose source lines are not the user's."""
     resources: Mapping[int, Resources]
     """Resources by index of the launch."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Axes of the mesh of several GPUs."""
     ptx: Sequence[str] = ()
     """The program's PTX sources, each once."""
     limits: MultiprocessorLimits | None = None
@@ -141,7 +143,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         unfused_bytes=usage.unfused_bytes,
         host_bytes=host_bytes,
         link_bytes=sent,
-        axes=group_axes(instruction) if kind == "collective" else (),
+        axes=group_axes(instruction, context.mesh) if kind == "collective" else (),
         roofline_us=limit.time_us,
         limiter=limit.limiter,
         estimated_us=estimate(work, context.device),

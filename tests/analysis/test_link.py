@@ -6,7 +6,7 @@ import pytest
 
 from hlo_analysis import parse_module
 from hlo_analysis.costs.flops import Flops
-from hlo_analysis.costs.link import group_size, link_bytes
+from hlo_analysis.costs.link import group_axes, group_size, link_bytes
 from hlo_analysis.costs.roofline import bound
 from hlo_analysis.targets import load_target, target_names
 
@@ -48,6 +48,24 @@ def _sent(opcode: str, groups: str, operand_bytes: int = 800) -> int:
 def test_spellings_of_groups(groups: str, devices: int):
     module = parse_module(MODULE.format(opcode="all-reduce", groups=groups, reducer=", to_apply=%add"))
     assert group_size(module, module.entry.root_instruction) == devices
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", (("b", 4),)),
+        ("replica_groups=mesh['a'=2,'b.4'=2,'b'=2] {'b.4','b'}", (("b", 4),)),
+        ("replica_groups=[2,4]<=[8]", (("b", 4),)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", (("a", 2),)),
+        ("replica_groups=[1,8]<=[8]", (("a", 2), ("b", 4))),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", (("a", 2),)),
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ()),  # half of an axis
+        ("replica_groups={}", ()),
+    ],
+)
+def test_axes_of_groups(groups: str, axes: tuple[tuple[str, int], ...]):
+    module = parse_module(MODULE.format(opcode="all-reduce", groups=groups, reducer=", to_apply=%add"))
+    assert group_axes(module.entry.root_instruction, {"a": 2, "b": 4}) == axes
 
 
 @pytest.mark.parametrize(
