@@ -1,6 +1,6 @@
 # Two commands: `make report` and `make test`. Each works on a fresh clone, alone and in any order.
 .DEFAULT_GOAL := help
-.PHONY: help report test test-all mutations lint format docs bench-parser notebooks results clean
+.PHONY: help report test test-all mutations lint format docs docs-release bench-parser notebooks results clean
 SHELL := /bin/bash
 PY := .venv/bin/python
 # A machine without a GPU needs no CUDA client; on one with a GPU say JAX_PLATFORMS= make test.
@@ -19,6 +19,7 @@ help:
 	@echo "make smoke-jax0.12 some tests with jax 0.12, or 0.11: versions from constraints-jax0.12.txt"
 	@echo "make lint          ruff and pyright"
 	@echo "make docs          the documentation: build/site/index.html"
+	@echo "make docs-release  the same, kept as a version in the branch gh-pages, of this clone alone"
 	@echo "make bench-parser  the HLO parser's speed, 1 to 32 layers"
 	@echo "make notebooks     run the notebooks and keep their output"
 	@echo "make results       the result tables and the chart, from notebooks/results"
@@ -70,6 +71,12 @@ format: $(DEV)
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --site-dir build/site
+
+# Keeps this version's documentation beside earlier ones, in the branch gh-pages; it pushes nothing.
+docs-release: $(DEV)
+	NO_MKDOCS_2_WARNING=1 PATH=$(CURDIR)/.venv/bin:$$PATH mike deploy --update-aliases \
+	  $$($(PY) -c 'from importlib.metadata import version; print(version("xlafuse"))') latest
+	PATH=$(CURDIR)/.venv/bin:$$PATH mike set-default latest
 
 bench-parser: $(DEV)
 	$(PY) benchmarks/parser.py

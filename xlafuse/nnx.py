@@ -193,8 +193,8 @@ def attention_fn(
     Args:
         query, key, value: (batch..., length, heads, head size); key and value may have fewer heads.
         bias, mask: broadcastable to (batch..., heads, queries, keys); True or 1 keeps a score.
-        broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision, module, promote_dtype, is_causal:
-        Flax's arguments.
+        broadcast_dropout, dropout_rng, dropout_rate, deterministic: Flax's arguments.
+        dtype, precision, module, promote_dtype, is_causal: Flax's arguments.
         implementation: that of `xlafuse.dot_product_attention`.
 
     Raises:

@@ -1,9 +1,9 @@
 """Lays out the launches as a layered graph, by scope and within each scope, for a script to draw.
 
 The graph has two levels: scopes are boxes in layers, and each scope contains its launches. Where there are many scopes,
-all scopes of one layer of the model are one box. igraph's Sugiyama layout
-(Sugiyama, Tagawa, Toda 1981) places both. Opening or closing a scope changes the sizes of boxes, never the order in a
-layer.
+all scopes of one layer of the model are one box; where there are many layers, all layers of a stack are. igraph's
+Sugiyama layout (Sugiyama, Tagawa, Toda 1981) places both. Opening or closing a scope changes the sizes of boxes, never
+the order in a layer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hlo_analysis.records import Analysis, Launch, Phase
-from hlo_analysis.report.similar_layers import layer_of
+from hlo_analysis.report.similar_layers import layer_of, without_layer_numbers
 
 type Layer = tuple[int | None, ...]
 """The slots of a layer from left to right: the number of a cluster, or None where a line crosses the layer."""
@@ -71,7 +71,8 @@ def _clusters(analysis: Analysis, edges: Iterable[tuple[int, int, int]]) -> list
     A scope that works both before and after another gets more than one cluster. Clusters can then be drawn in layers
     with every line pointing down.
     """
-    key_of = _by_layer if len({_by_scope(launch) for launch in analysis.launches}) > _MOST_SCOPES else _by_scope
+    foldings = (_by_scope, _by_layer, _by_stack)
+    key_of = next((key for key in foldings if len(set(map(key, analysis.launches))) <= _MOST_SCOPES), _by_stack)
     sources: dict[int, list[int]] = {}
     for source, target, _ in edges:
         sources.setdefault(target, []).append(source)
@@ -109,6 +110,12 @@ def _by_layer(launch: Launch) -> tuple[str, Phase]:
     if not launch.scope:
         return launch.group.rpartition(":")[0] or launch.group, launch.phase
     return layer_of(launch.scope, launch.phase)[0] or launch.scope.partition("/")[0], launch.phase
+
+
+def _by_stack(launch: Launch) -> tuple[str, Phase]:
+    """Returns the layer with '*' for its number: all layers of a stack are one box."""
+    layer, phase = _by_layer(launch)
+    return without_layer_numbers(layer), phase
 
 
 def _edges(analysis: Analysis) -> tuple[tuple[int, int, int], ...]:

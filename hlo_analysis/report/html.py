@@ -153,7 +153,7 @@ def _strategy(comparison: Comparison, result: StrategyResult, base: Analysis | N
         "result": result,
         "analysis": analysis,
         "numerics": sentences.numerics_text(result.numerics),
-        "sites": result.sites,
+        "sites": Counter(result.sites),
         "stale": _stale(result),
     }
     if analysis is None:

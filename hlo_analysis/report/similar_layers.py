@@ -10,6 +10,7 @@ from typing import Any
 from hlo_analysis.records import Analysis, MissedFusion
 
 _NUMBER = re.compile(r"\d+")
+_LAYER_NUMBER = re.compile(r"(^|[/_])\d+(?=/|$)")
 # Two similar layers take no more space than the line that would replace the second.
 _FEWEST = 3
 
@@ -17,6 +18,11 @@ _FEWEST = 3
 def without_numbers(name: str) -> str:
     """Replaces each number in the name by '*': 'layer_12/mlp' → 'layer_*/mlp'."""
     return _NUMBER.sub("*", name)
+
+
+def without_layer_numbers(scope: str) -> str:
+    """Replaces the numbers of layers alone by '*': 'GPT2/layer_12/mlp' → 'GPT2/layer_*/mlp'."""
+    return _LAYER_NUMBER.sub(r"\1*", scope)
 
 
 def group_missed(analysis: Analysis) -> list[tuple[MissedFusion, ...]]:

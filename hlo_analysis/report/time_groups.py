@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from hlo_analysis.records import Analysis, Launch
-
-_LAYER = re.compile(r"(^|[/_])\d+(?=/|$)")
+from hlo_analysis.report.similar_layers import without_layer_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ def time_groups(analysis: Analysis) -> tuple[TimeGroup, ...]:
     """Returns all launches in groups, the longest group first."""
     groups: dict[str, list[Launch]] = {}
     for launch in analysis.launches:
-        name = _LAYER.sub(r"\1*", launch.group) or "no scope"
+        name = without_layer_numbers(launch.group) or "no scope"
         groups.setdefault(f"{name} ↩" if launch.phase == "backward" else name, []).append(launch)
     made = [
         TimeGroup(name=name, launches=tuple(found), scopes=len({launch.scope for launch in found}))

@@ -263,7 +263,7 @@ def test_what_is_left_to_xla_is_told_apart():
             jax.eval_shape(program.function, X, W)
     assert (told[0].taken, [site.operation for site in told[0].left]) == ((), ["linear"])
     assert "0 sites taken, 1 left to XLA, 0 refused" in str(told[0])
-    assert [site.outcome for site in program.sites] == ["left to XLA"]
+    assert [(site.outcome, bool(site.reason)) for site in program.sites] == [("left to XLA", True)]
 
 
 def test_the_plain_llama_block_takes_kernels_everywhere():

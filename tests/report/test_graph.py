@@ -106,3 +106,17 @@ def test_launches_without_a_scope_are_grouped_by_source_line():
         "a": (3,),
         "": (4,),
     }
+
+
+def test_many_layers_are_one_box_and_a_name_keeps_its_number():
+    scopes = [
+        "GPT2LM/embed",
+        *(f"GPT2LM/h/{layer}/{part}" for layer in range(20) for part in ("attn", "mlp")),
+        "GPT2LM/head",
+    ]
+    graph = launch_graph(_analysis(scopes, [(number, number + 1) for number in range(len(scopes) - 1)]))
+    assert [(cluster.scope, len(cluster.launches)) for cluster in graph.clusters] == [
+        ("GPT2LM", 1),
+        ("GPT2LM/h/*", 40),
+        ("GPT2LM", 1),
+    ]

@@ -51,7 +51,7 @@ def test_layers_are_one_scope_in_the_verdict(comparison: Comparison) -> None:
     launches = tuple(replace(launch, scope=f"layer_{launch.index}/mlp") for launch in analysis.launches)
     scopes = intermediates_by_scope(replace(analysis, launches=launches))
     assert list(scopes) == [without_numbers("layer_1/mlp")] == ["layer_*/mlp"]
-    assert scope_name("model/layer_*") == "layer"
+    assert scope_name("model/layer_*") == "layers"
 
 
 def test_the_page_tells_layers_alike_once(comparison: Comparison) -> None:

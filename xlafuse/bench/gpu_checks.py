@@ -93,7 +93,7 @@ def markdown(tests: Mapping[str, Any] | None, sanitizer: Mapping[str, Any] | Non
     if tests:
         parts.append(
             f"`tests/gpu` on one {_stamp(tests)}: {tests['passed']} passed, {tests['failed']} failed, "
-            f"{tests['skipped']} skipped ([summary](notebooks/results/gpu-tests.json))."
+            f"{tests['skipped']} skipped (`notebooks/results/gpu-tests.json`)."
         )
         parts += [f"Failed: {name}." for name in tests["failures"]]
     if sanitizer:

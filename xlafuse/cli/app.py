@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from xlafuse.cli import check, explain, fuse, isolate, report
+from xlafuse.cli import check, diff, explain, fuse, isolate, report
 from xlafuse.cli.bench import bench, tune
-from xlafuse.cli.diff import diff
 from xlafuse.cli.errors import cli_errors
 from xlafuse.cli.export import export
 from xlafuse.cli.options import with_options
@@ -95,7 +94,7 @@ app.add_typer(bench, name="bench")
 app.command()(tune)
 app.command()(study)
 app.command()(with_options(explain.explain, explain.Request))
-app.command()(diff)
+app.command()(with_options(diff.diff, diff.Request))
 app.command(no_args_is_help=True)(with_options(isolate.isolate, isolate.Request))
 app.command()(with_options(check.check, check.Request))
 app.command()(export)

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from xlafuse.cli.errors import InputError, cli_errors
+from xlafuse.cli.errors import InputError
 from xlafuse.cli.output import Format, FormatOption
-from xlafuse.cli.programs import (
-    DEFAULT_TARGET,
-    Args,
-    Block,
-    Fn,
-    Mode,
-    ModeOption,
-    Program,
-    Shape,
-    Target,
-    Timeout,
-    analysis_of,
-    load_analysis,
-)
+from xlafuse.cli.programs import Program, Source, analysis_of, load_analysis
 
 if TYPE_CHECKING:
     from hlo_analysis.records import Analysis
@@ -32,30 +18,27 @@ if TYPE_CHECKING:
 _SIDE = "STRATEGY[@TARGET]"
 
 
-def diff(
+@dataclass(frozen=True, kw_only=True)
+class Request(Source):
+    """Options of `xlafuse diff`."""
+
     before: Annotated[
         str | None,
         typer.Argument(
             metavar="A", help="A saved capture, a folder that xla_dump_to wrote, or a report.json[:STRATEGY]."
         ),
-    ] = None,
-    after: Annotated[str | None, typer.Argument(metavar="B", help="The other side, in the same form.")] = None,
-    fn: Fn = None,
-    shape: Shape = None,
-    args: Args = None,
-    block: Block = None,
+    ] = None
+    after: Annotated[str | None, typer.Argument(metavar="B", help="The other side, in the same form.")] = None
     a: Annotated[
         str, typer.Option("--a", metavar=_SIDE, help="With --fn or --block: how to compile A, such as xla or xla@h100.")
-    ] = "xla",
+    ] = "xla"
     b: Annotated[
         str | None,
         typer.Option("--b", metavar=_SIDE, help="How to compile B; fused is a function under xlafuse.fuse."),
-    ] = None,
-    mode: ModeOption = Mode.forward,
-    target: Target = DEFAULT_TARGET,
+    ] = None
     count: Annotated[
         int, typer.Option("-n", "--count", metavar="N", min=1, help="Number of changes of each kind to list.")
-    ] = 10,
+    ] = 10
     jax: Annotated[
         list[str] | None,
         typer.Option(
@@ -64,61 +47,58 @@ def diff(
             help="With --fn or --block: compile with this version of jax, which pip installs into a cache folder once. "
             "Give two, or one to compare with the installed one.",
         ),
-    ] = None,
+    ] = None
     python: Annotated[
         list[str] | None,
         typer.Option(metavar="ENV", help="As --jax: a virtual environment's folder, or a Python executable."),
-    ] = None,
+    ] = None
     exit_code: Annotated[
         bool,
         typer.Option(
             "--exit-code", help="Exit with 1 if B makes more launches, moves more bytes or takes more estimated time."
         ),
-    ] = False,
-    format: FormatOption = Format.text,
-    json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False,
-    timeout: Timeout = 300.0,
-) -> None:
+    ] = False
+    format: FormatOption = Format.text
+    json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False
+
+
+def diff(request: Request) -> None:
     """Show which launches of a program were merged, split, gained or lost, and how traffic changed in each scope.
 
     Matches launches by what they compute. Needs no GPU. Exits with 0, with --exit-code with 1 if B is worse, 2 on bad
     input.
     """
-    with cli_errors():
-        from hlo_analysis.changes import difference
-        from hlo_analysis.report.changes import difference_json, difference_lines, difference_markdown
+    from hlo_analysis.changes import difference
+    from hlo_analysis.report.changes import difference_json, difference_lines, difference_markdown
 
-        options: list[str] = []
-        if fn is None and block is None:
-            sides = _saved(before, after, b)
-        elif before is not None or after is not None:
-            raise InputError("expected two saved programs, or --fn or --block with --a and --b; got both")
-        elif jax or python:
-            if b is not None:
-                raise InputError("--jax and --python compare one strategy in two environments: leave out --b")
-            program = Program(block=block, fn=fn, shape=shape, args=args, mode=mode, target=target, timeout=timeout)
-            *sides, options = _in_environments(program, a, jax or [], python or [])
-        elif b is None:
-            raise InputError(f"expected --b {_SIDE}: what to compare with --a {a}")
-        else:
-            program = Program(block=block, fn=fn, shape=shape, args=args, mode=mode, target=target, timeout=timeout)
-            sides = _compiled(program, a), _compiled(program, b)
-        found = difference(*sides)
-        found = replace(found, notes=(*found.notes, *options))
-        if json:
-            sys.stdout.write(difference_json(found))
-        elif format is Format.markdown:
-            sys.stdout.write(difference_markdown(found, count))
-        else:
-            for line in difference_lines(found, count):
-                print(line)
-        if exit_code and found.is_worse:
-            raise typer.Exit(1)
+    before, after, b = request.before, request.after, request.b
+    options: list[str] = []
+    if request.fn is None and request.block is None:
+        sides = _saved(before, after, b)
+    elif before is not None or after is not None:
+        raise InputError("expected two saved programs, or --fn or --block with --a and --b; got both")
+    elif request.jax or request.python:
+        if b is not None:
+            raise InputError("--jax and --python compare one strategy in two environments: leave out --b")
+        *sides, options = _in_environments(request)
+    elif b is None:
+        raise InputError(f"expected --b {_SIDE}: what to compare with --a {request.a}")
+    else:
+        sides = _compiled(request, request.a), _compiled(request, b)
+    found = difference(*sides)
+    found = replace(found, notes=(*found.notes, *options))
+    if request.json:
+        sys.stdout.write(difference_json(found))
+    elif request.format is Format.markdown:
+        sys.stdout.write(difference_markdown(found, request.count))
+    else:
+        for line in difference_lines(found, request.count):
+            print(line)
+    if request.exit_code and found.is_worse:
+        raise typer.Exit(1)
 
 
-def _in_environments(
-    program: Program, strategy: str, versions: Sequence[str], pythons: Sequence[str]
-) -> tuple[Analysis, Analysis, list[str]]:
+def _in_environments(program: Request) -> tuple[Analysis, Analysis, list[str]]:
     """Compiles the program in two environments; returns both analyses, and the options of XLA that differ."""
     from xlafuse.environments import chosen, compiled_in_both
 
@@ -126,7 +106,7 @@ def _in_environments(
     for name, value in (("--fn", program.fn), ("--args", program.args), ("--block", program.block)):
         words += [] if value is None else [name, value]
     words += [word for shape in program.shape or () for word in ("--shape", shape)]
-    return compiled_in_both(chosen(versions, pythons), words, strategy)
+    return compiled_in_both(chosen(program.jax or [], program.python or []), words, program.a)
 
 
 def _saved(before: str | None, after: str | None, b: str | None) -> tuple[Analysis, Analysis]:
@@ -137,8 +117,9 @@ def _saved(before: str | None, after: str | None, b: str | None) -> tuple[Analys
     return load_analysis(before), load_analysis(after)
 
 
-def _compiled(program: Program, side: str) -> Analysis:
+def _compiled(source: Source, side: str) -> Analysis:
     strategy, at, target = side.partition("@")
     if not strategy or (at and not target):
         raise InputError(f"expected {_SIDE}, as xla or xla@h100, got {side!r}")
-    return analysis_of(replace(program, strategy=strategy, target=target or program.target))
+    typed = {field.name: getattr(source, field.name) for field in fields(Source)}
+    return analysis_of(Program(**{**typed, "target": target or source.target}, strategy=strategy))

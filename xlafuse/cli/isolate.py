@@ -98,9 +98,13 @@ class _Attempt:
         return _kinds(self.launches) == _kinds(self.again.launches)
 
 
+_PRODUCTS = ("cublas", "cublaslt", "triton_gemm")
+"""Kinds of matrix products: on a GPU autotuning picks one by time, not twice the same where they are near."""
+
+
 def _kinds(launches: Sequence[Launch]) -> list[str]:
     """Returns the kinds of launches but copies, which XLA adds where a result would overwrite an argument."""
-    return sorted(each.kind for each in launches if each.kind != "copy")
+    return sorted("product" if each.kind in _PRODUCTS else each.kind for each in launches if each.kind != "copy")
 
 
 def _listed(launches: Sequence[Launch]) -> str:
@@ -134,6 +138,7 @@ def _script(analysis: Analysis, made: Isolated, launches: list[Launch], why: str
     return environment.get_template("reproduce.py.j2").render(
         launches=launches,
         kinds=_kinds(launches),
+        products=_PRODUCTS,
         why=why.replace('"""', "'''"),
         made=made,
         target=origin.target,

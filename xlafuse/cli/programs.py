@@ -87,18 +87,24 @@ Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
-    """A program as typed: a saved one, or a block or function with its arguments."""
+class Source:
+    """A program to compile, as typed: a block, or a function with its arguments."""
 
     fn: Fn = None
     shape: Shape = None
     args: Args = None
     block: Block = None
-    capture: Saved = None
     mode: ModeOption = Mode.forward
     target: Target = DEFAULT_TARGET
-    strategy: StrategyOption = "xla"
     timeout: Timeout = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program(Source):
+    """One program, as typed: a saved one, or one to compile under one strategy."""
+
+    capture: Saved = None
+    strategy: StrategyOption = "xla"
 
 
 def analysis_of(program: Program, *, keep: str | None = None) -> Analysis:

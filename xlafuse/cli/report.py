@@ -18,19 +18,7 @@ import typer
 
 from xlafuse.cli.errors import InputError, StrategyFailedError
 from xlafuse.cli.output import Format, FormatOption, output_folder
-from xlafuse.cli.programs import (
-    DEFAULT_TARGET,
-    Args,
-    Block,
-    Fn,
-    Mode,
-    ModeOption,
-    Shape,
-    Target,
-    Timeout,
-    refuse_beside_capture,
-    use_cpu_without_gpu,
-)
+from xlafuse.cli.programs import DEFAULT_TARGET, Mode, Source, refuse_beside_capture, use_cpu_without_gpu
 from xlafuse.errors import ComparisonError
 from xlafuse.files import write_files
 
@@ -48,13 +36,9 @@ DEFAULT_FOLDER = Path("xlafuse-report")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(Source):
     """Options of `xlafuse report`."""
 
-    block: Block = None
-    fn: Fn = None
-    shape: Shape = None
-    args: Args = None
     capture: Annotated[
         list[Path] | None,
         typer.Option(
@@ -86,8 +70,6 @@ class Request:
             "sequence).",
         ),
     ] = None
-    mode: ModeOption = Mode.forward
-    target: Target = DEFAULT_TARGET
     strategies: Annotated[
         tuple[str, ...],
         typer.Option(metavar="A,B,C", help="Strategies to compare; see `xlafuse strategies`. Default: all that apply."),
@@ -154,7 +136,6 @@ class Request:
         bool,
         typer.Option("--redact", help="Leave the program's names, paths, HLO and PTX out of all output."),
     ] = False
-    timeout: Timeout = 300.0
 
 
 def report(request: Request) -> None:

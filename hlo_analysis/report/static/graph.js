@@ -153,7 +153,7 @@ function clusterBox(name, graph, launches, number, box) {
   const head = svg("g", { class: "head", tabindex: 0, role: "button", "aria-expanded": isOpen, "aria-label": words, "data-cluster": number },
     svg("rect", { class: "hit", width: box.width, height: isOpen ? BOX.head : box.height, rx: 8 }),
     svg("text", { class: "fold", x: 12, y: 20 }, isOpen ? "▾" : "▸"),
-    svg("text", { class: "name", x: 28, y: 20 }, clipStart(label, box.width - 40)));
+    svg("text", { class: "name", x: 28, y: 20 }, clipStart(label, box.width - 24)));
   if (!isOpen) {
     head.append(svg("text", { class: "small", x: 28, y: 37 }, `${plural(inner.length, "launch")} · ${formatUs(time)} · ${formatBytes(bytes)}`));
     let left = 0;
@@ -205,7 +205,7 @@ function showGraph(name) {
   const view = document.getElementById("graph-view");
   if (!launches.length) { view.replaceChildren(el("p", { className: "empty", textContent: "This program launches nothing." })); return; }
   const letters = Math.max(...graph.clusters.map((cluster) => cluster.scope.length)) + (graph.clusters.some((cluster) => cluster.phase === "backward") ? 2 : 0);
-  BOX.width = Math.min(BOX.most, Math.max(BOX.least, 6.7 * letters + 44));
+  BOX.width = Math.min(BOX.most, Math.max(BOX.least, 7.4 * letters + 44));
   const isNew = view.dataset.shows !== name;
   view.dataset.shows = name;
   if (!opened.has(name)) opened.set(name, new Set(graph.clusters.length === 1 ? [0] : [])); // a single closed box shows nothing
