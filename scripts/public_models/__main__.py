@@ -364,7 +364,8 @@ H200 without a GPU; "before" is XLA, "after" is the same program through `fuse` 
 
 Wall clock of a call among several in flight, both programs in turns on one GPU, one run; `--times --real LAYERS`
 repeats it. Sizes are the published ones, with fewer layers. PyTorch runs the same models of transformers by
-`torch.compile`, float32 weights under bfloat16 autocast, in processes of their own (`torch_times.py`).
+`torch.compile`, float32 weights under bfloat16 autocast, in processes of their own (`torch_times.py`); beside experts
+of Gemma 4, Qwen 3's of the same sizes. siglip's text tower computes in float32, as published.
 
 | model | program | size | GPU | XLA, ms | `fuse`, ms | gain | torch.compile, ms | over `fuse` |
 | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |
