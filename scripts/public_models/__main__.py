@@ -315,7 +315,7 @@ def _real_rows(results: dict[str, Any]) -> Iterator[str]:
                 before, after = real["before"]["wall_us"] / 1e3, real["after"]["wall_us"] / 1e3
                 times = f"{before:.1f} | {after:.1f} | {before / after:.2f}"
                 peer = found[part].get("torch", {})
-                is_alike = all(peer.get(each) == real[each] for each in ("size", "gpu"))
+                is_alike = bool(peer) and real["gpu"] == peer["gpu"] and real["size"].startswith(peer["size"])
                 other = peer["wall_us"] / 1e3 if is_alike else None
                 times += f" | {other:.1f} | {other / after:.2f}" if other else " | | "
                 yield f"| {name} | {part} | {real['size']} | {real['gpu']} | {times} |"
