@@ -162,6 +162,13 @@ def umt5(folder: Path, dtype: Any, sizes: Stack) -> Program:
         dropout_rate=0.0,
     )
 
+    def make(rngs: Any) -> Any:
+        module = library.UMT5Model(config, param_dtype=dtype, rngs=rngs)
+        for _, each in module.iter_modules():
+            if isinstance(each, library.UMT5Attention):  # T5's scale: scores have none of their own
+                each.q.kernel.value *= sizes.head_width**-0.5
+        return module
+
     def forward(module: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         given = jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(module, nnx.Param))
         nnx.update(module, given)
@@ -174,7 +181,7 @@ def umt5(folder: Path, dtype: Any, sizes: Stack) -> Program:
     tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
     targets = tokens_of(sizes.batch, sizes.targets, sizes.vocabulary, seed=1)
     return nnx_program(
-        lambda rngs: library.UMT5Model(config, param_dtype=dtype, rngs=rngs),
+        make,
         forward,
         loss,
         size=f"{sizes}, {sizes.targets} targets",

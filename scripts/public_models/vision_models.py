@@ -81,5 +81,5 @@ def siglip(folder: Path, dtype: Any, sizes: Stack) -> Program:
         sign = -jnp.ones_like(logits) + 2 * jnp.eye(sizes.batch)
         return jnp.mean(-jnp.sum(jax.nn.log_sigmoid(sign * logits), axis=-1))
 
-    size = f"{sizes.batch} images and {sizes.targets} tokens, width {sizes.width}"
+    size = f"{sizes}, {sizes.targets} tokens"
     return linen_program(module, (images, words), {"train": True}, loss, size=size, batch=(images, words, KEY))
