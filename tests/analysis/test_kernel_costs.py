@@ -228,3 +228,21 @@ SPREAD = 128 * 512 * 32 + 128 * 512 * 4
 def test_sectors_that_warps_read(kind: Any, body: str, result: str, threads: int, expected: int):
     module = fused("kLoop", body, result)
     assert cache_bytes(module, module.entry.root_instruction, kind, threads) == expected
+
+
+def test_transposes_by_triton_that_cancel_read_rows():
+    module = parse_module("""HloModule m
+
+body {
+  p = bf16[128,196,768]{2,1,0} parameter(0)
+  t = bf16[128,768,196]{2,1,0} transpose(p), dimensions={0,2,1}
+  b = bf16[128,12,64,196]{3,2,1,0} bitcast(t)
+  ROOT r = bf16[128,12,196,64]{3,2,1,0} transpose(b), dimensions={0,1,3,2}
+}
+
+ENTRY main {
+  x = bf16[128,196,768]{2,1,0} parameter(0)
+  ROOT f = bf16[128,12,196,64]{3,2,1,0} fusion(x), kind=kCustom, calls=body, backend_config={"fusion_backend_config":\
+{"kind":"__triton","block_level_fusion_config":{"num_warps":"4","output_tiles":[{"sizes":["128","1","1","32"]}]}}}
+}""")
+    assert cache_bytes(module, module.entry.root_instruction, "triton") == 0
