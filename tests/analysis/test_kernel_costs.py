@@ -161,8 +161,11 @@ ENTRY main {
     assert shares == [1.0, pytest.approx(0.25, abs=0.01)]
 
 
-@pytest.mark.parametrize(("axis", "result", "is_column"), [(0, "512", True), (1, "4096", False)])
-def test_sums_over_columns_are_slow(axis: int, result: str, is_column: bool):
+@pytest.mark.parametrize(
+    ("shape", "axis", "result", "is_column"),
+    [("4096,512", 0, "512", True), ("4096,512", 1, "4096", False), ("524288,4", 0, "4", False)],
+)
+def test_sums_over_columns_are_slow(shape: str, axis: int, result: str, is_column: bool):
     text = f"""HloModule m
 add {{
   a = f32[] parameter(0)
@@ -170,7 +173,7 @@ add {{
   ROOT c = f32[] add(a, b)
 }}
 ENTRY main {{
-  x = f32[4096,512]{{1,0}} parameter(0)
+  x = f32[{shape}]{{1,0}} parameter(0)
   zero = f32[] constant(0)
   ROOT r = f32[{result}]{{0}} reduce(x, zero), dimensions={{{axis}}}, to_apply=add
 }}"""
