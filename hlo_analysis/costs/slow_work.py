@@ -72,7 +72,17 @@ def atomic_sectors(instructions: Mapping[str, Instruction]) -> int:
 
 
 def sums_columns(instructions: Mapping[str, Instruction]) -> bool:
-    """Whether a kernel's longest reduction keeps what lies side by side: at least a warp's elements."""
+    """Whether a kernel's longest reduction keeps what lies side by side, at least a warp's elements of 16 bits.
+
+    Of 32 bits, enough bytes are on their way: sums over columns of float32 reach the whole bandwidth.
+    """
+    given = max(
+        (each.shape for each in instructions.values() if each.opcode == "parameter"),
+        key=lambda shape: shape.element_count,
+        default=None,
+    )
+    if given is None or given.byte_size > 2 * given.element_count:
+        return False
     sums = [each for each in instructions.values() if each.opcode == "reduce" and each.operands[0] in instructions]
     longest = max(sums, key=lambda each: instructions[each.operands[0]].shape.element_count, default=None)
     if longest is None:

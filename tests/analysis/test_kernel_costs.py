@@ -163,7 +163,12 @@ ENTRY main {
 
 @pytest.mark.parametrize(
     ("shape", "axis", "result", "is_column"),
-    [("4096,512", 0, "512", True), ("4096,512", 1, "4096", False), ("524288,4", 0, "4", False)],
+    [
+        ("bf16[4096,512]", 0, "512", True),
+        ("f32[4096,512]", 0, "512", False),
+        ("bf16[4096,512]", 1, "4096", False),
+        ("bf16[524288,4]", 0, "4", False),
+    ],
 )
 def test_sums_over_columns_are_slow(shape: str, axis: int, result: str, is_column: bool):
     text = f"""HloModule m
@@ -173,9 +178,10 @@ add {{
   ROOT c = f32[] add(a, b)
 }}
 ENTRY main {{
-  x = f32[{shape}]{{1,0}} parameter(0)
+  x = {shape}{{1,0}} parameter(0)
+  wide = f32[{shape.partition("[")[2]}{{1,0}} convert(x)
   zero = f32[] constant(0)
-  ROOT r = f32[{result}]{{0}} reduce(x, zero), dimensions={{{axis}}}, to_apply=add
+  ROOT r = f32[{result}]{{0}} reduce(wide, zero), dimensions={{{axis}}}, to_apply=add
 }}"""
     assert sums_columns(parse_module(text).entry.instructions) is is_column
     work = Work(kind="reduction", bytes_moved=10**9, sums_columns=is_column)
