@@ -100,6 +100,8 @@ def _assemble(
         mesh=attempt(mesh_of, {}, module),
         ptx=ptx,
         limits=attempt(multiprocessor_limits, None, capture.text("target_config")),
+        is_tuned=provenance.gemm_choice == "attached"
+        or (provenance.gemm_choice == "replayed" and provenance.autotune_hits == provenance.autotune_lookups),
     )
     rows = [
         attempt(launch_row, None, index, site, context) or row_of_thunk(index, site, context)

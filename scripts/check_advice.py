@@ -53,7 +53,6 @@ FOLLOWED = (
         program="experts", remedy="unique_indices=True", changes=(('mode="drop"', 'mode="drop", unique_indices=True'),)
     ),
     Followed(program="graphnet", remedy="force_split_k", options=_SPLIT),
-    Followed(program="gru", remedy="force_split_k", options=_SPLIT),
     Followed(program="cartpole", remedy="unroll the loop", changes=(("length=STEPS)", "length=STEPS, unroll=2)"),)),
     Followed(
         program="lm1b",

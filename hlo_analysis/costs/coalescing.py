@@ -37,8 +37,10 @@ def cache_bytes(module: Module, instruction: Instruction, kind: LaunchKind, thre
 
 def _tile_bytes(body: Computation, tiles: Sequence[int]) -> int:
     """Returns the bytes that transposes and sums over columns by Triton fetch in tiles narrower than a fetch, or 0."""
-    total = 0
+    total, transposes = 0, sum(found.opcode == "transpose" for found in body.instructions.values())
     for found in body.instructions.values():
+        if found.opcode == "transpose" and transposes > 1:
+            continue  # one may turn back what another did
         operand = body.instructions[found.operands[0]].shape if found.opcode in ("transpose", "reduce") else None
         if operand is None or len(found.shape.dimensions) != len(tiles):
             continue

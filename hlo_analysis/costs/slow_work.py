@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import ceil, prod
 
 from hlo_analysis.hlo import Instruction, Shape
@@ -22,6 +23,7 @@ _ADDED_WORDS = ("f32", "s32", "u32")
 _SECTOR_BYTES = 32
 _WARP_SPAN = 128
 """Elements of a warp, four a thread."""
+_WARP = 32
 _TILE = 128
 """Rows and columns of the tiles in which cuDNN computes convolutions, at least."""
 _VIEWS = ("bitcast", "broadcast", "convert", "copy", "reshape")
@@ -70,13 +72,25 @@ def atomic_sectors(instructions: Mapping[str, Instruction]) -> int:
 
 
 def sums_columns(instructions: Mapping[str, Instruction]) -> bool:
-    """Whether a kernel's longest reduction keeps the dimension whose elements lie side by side."""
+    """Whether a kernel's longest reduction keeps what lies side by side, at least a warp's elements of 16 bits.
+
+    Of 32 bits, enough bytes are on their way: sums over columns of float32 reach the whole bandwidth.
+    """
+    given = max(
+        (each.shape for each in instructions.values() if each.opcode == "parameter"),
+        key=lambda shape: shape.element_count,
+        default=None,
+    )
+    if given is None or given.byte_size > 2 * given.element_count:
+        return False
     sums = [each for each in instructions.values() if each.opcode == "reduce" and each.operands[0] in instructions]
     longest = max(sums, key=lambda each: instructions[each.operands[0]].shape.element_count, default=None)
     if longest is None:
         return False
-    operand = instructions[longest.operands[0]].shape
-    return _fastest(operand) not in integers(longest, "dimensions")
+    operand, summed = instructions[longest.operands[0]].shape, integers(longest, "dimensions")
+    order = operand.layout.minor_to_major if operand.layout else tuple(reversed(range(len(operand.dimensions))))
+    kept = takewhile(lambda axis: axis not in summed, order)
+    return prod(operand.dimensions[axis] for axis in kept) >= _WARP
 
 
 def executed_share(instructions: Mapping[str, Instruction]) -> float:

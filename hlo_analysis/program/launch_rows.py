@@ -63,6 +63,8 @@ class Context:
     """The program's PTX sources, each once."""
     limits: MultiprocessorLimits | None = None
     """Limits of the GPU's multiprocessors, None if unknown."""
+    is_tuned: bool = False
+    """Whether the tiles of all products are those that a GPU chose: it would take no others whose blocks wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     scope, phase = scope_of(op_name)
     operands = [site.computation.instructions[name].shape for name in instruction.operands]
     facts = facts_of(module, instruction, _sources(site.computation.name, instruction, context))
+    is_product = kind == "triton_gemm" and context.is_tuned
     work = Work(
         kind=kind,
         repeat=site.repeat,
@@ -108,7 +111,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         resident_warps=_resident_warps(filled, context.limits),
         atomic_updates=atomic_updates(facts.instructions),
         atomic_sectors=atomic_sectors(facts.instructions),
-        steps=steps_of(instruction, facts.instructions, math.prod(block or ())) if kind == "triton_gemm" else None,
+        steps=steps_of(instruction, facts.instructions, math.prod(block or ())) if is_product else None,
         sums_columns=kind == "reduction" and sums_columns(facts.instructions),
         loads_slowly=kind == "triton_gemm" and loads_slowly(facts.instructions),
         transposed=is_transposed(instruction, operands),

@@ -87,7 +87,8 @@ def _before_product(table: Table, producer: LaunchRow, readers: Sequence[LaunchR
 
 
 def _after_product(table: Table, product: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
-    if any(adds_parts(product, reader) for reader in readers):
+    # In a GRU's loop, whose products have few tiles, whole sums took 5 % longer on an H200.
+    if product.repeat == 1 and any(adds_parts(product, reader) for reader in readers):
         return texts.WHOLE_SUM
     if remedy := summed_in_a_loop(table, product, readers):
         return remedy

@@ -376,7 +376,8 @@ def test_the_name_of_a_pallas_kernel_is_no_scope():
         ("loop", 30.0, None, ""),
     ],
 )
-def test_which_estimate_recordings_support(kind: LaunchKind, ours: float, xla: float | None, said: str):
+def test_which_estimate_recordings_support(monkeypatch, kind: LaunchKind, ours: float, xla: float | None, said: str):
+    monkeypatch.setattr("hlo_analysis.costs.roofline.OURS_IS_CLOSER", {"loop": 0.95, "transpose": 0.37})
     support = supported_estimate(kind, ours, xla)
     assert support.endswith(said)
     assert bool(said) is bool(support)

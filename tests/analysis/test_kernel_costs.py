@@ -161,8 +161,16 @@ ENTRY main {
     assert shares == [1.0, pytest.approx(0.25, abs=0.01)]
 
 
-@pytest.mark.parametrize(("axis", "result", "is_column"), [(0, "512", True), (1, "4096", False)])
-def test_sums_over_columns_are_slow(axis: int, result: str, is_column: bool):
+@pytest.mark.parametrize(
+    ("shape", "axis", "result", "is_column"),
+    [
+        ("bf16[4096,512]", 0, "512", True),
+        ("f32[4096,512]", 0, "512", False),
+        ("bf16[4096,512]", 1, "4096", False),
+        ("bf16[524288,4]", 0, "4", False),
+    ],
+)
+def test_sums_over_columns_are_slow(shape: str, axis: int, result: str, is_column: bool):
     text = f"""HloModule m
 add {{
   a = f32[] parameter(0)
@@ -170,9 +178,10 @@ add {{
   ROOT c = f32[] add(a, b)
 }}
 ENTRY main {{
-  x = f32[4096,512]{{1,0}} parameter(0)
+  x = {shape}{{1,0}} parameter(0)
+  wide = f32[{shape.partition("[")[2]}{{1,0}} convert(x)
   zero = f32[] constant(0)
-  ROOT r = f32[{result}]{{0}} reduce(x, zero), dimensions={{{axis}}}, to_apply=add
+  ROOT r = f32[{result}]{{0}} reduce(wide, zero), dimensions={{{axis}}}, to_apply=add
 }}"""
     assert sums_columns(parse_module(text).entry.instructions) is is_column
     work = Work(kind="reduction", bytes_moved=10**9, sums_columns=is_column)
@@ -228,3 +237,21 @@ SPREAD = 128 * 512 * 32 + 128 * 512 * 4
 def test_sectors_that_warps_read(kind: Any, body: str, result: str, threads: int, expected: int):
     module = fused("kLoop", body, result)
     assert cache_bytes(module, module.entry.root_instruction, kind, threads) == expected
+
+
+def test_transposes_by_triton_that_cancel_read_rows():
+    module = parse_module("""HloModule m
+
+body {
+  p = bf16[128,196,768]{2,1,0} parameter(0)
+  t = bf16[128,768,196]{2,1,0} transpose(p), dimensions={0,2,1}
+  b = bf16[128,12,64,196]{3,2,1,0} bitcast(t)
+  ROOT r = bf16[128,12,196,64]{3,2,1,0} transpose(b), dimensions={0,1,3,2}
+}
+
+ENTRY main {
+  x = bf16[128,196,768]{2,1,0} parameter(0)
+  ROOT f = bf16[128,12,196,64]{3,2,1,0} fusion(x), kind=kCustom, calls=body, backend_config={"fusion_backend_config":\
+{"kind":"__triton","block_level_fusion_config":{"num_warps":"4","output_tiles":[{"sizes":["128","1","1","32"]}]}}}
+}""")
+    assert cache_bytes(module, module.entry.root_instruction, "triton") == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -58,36 +60,55 @@ def test_estimates_are_close_to_the_recorded_times(script, batch: int, length: i
     assert len(known) < len(rows) or script.order_is_right(comparison)
 
 
-LEAST_CLOSE = {
-    "e3nn": 0.3, "graphnet": 0.7, "gru": 0.8, "haiku_lm": 0.83, "lstm": 0.84, "resnet": 0.78, "s5": 0.74,
-}  # fmt: skip
-"""Share of the time: products of float32 in small tiles, loops of small launches, slices with strides, and AdamW's
-updates of filters that XLA transposes take longer; scatters of short rows take less."""
-LONGEST = {"e3nn": 3, "evoformer": 3, "graphnet": 3, "lstm": 3, "resnet": 3, "s5": 3}
+LEAST_CLOSE = {"e3nn": 0.87, "gru": 0.87, "s5": 0.85}
+"""Share of the time: concatenations of short rows, products of a loop whose operands come from another launch, and
+scans of strided slices that few threads compute take longer."""
+LONGEST = {"lstm": 3}
 
 
 @pytest.fixture(scope="module")
-def models(script) -> dict[str, tuple[Any, int]]:
-    """How close the estimates of each recorded program are, and how many of its longest launches they name."""
+def models(script) -> dict[str, tuple[Any, int, bool]]:
+    """How close each program's estimates are, how many of its longest launches they name, and its largest excess."""
     analyses = {file.stem: script.recorded_model(file) for file in RECORDED}
-    return {name: (script.accuracy(name, each), script.longest_in_common(each)) for name, each in analyses.items()}
+    return {
+        name: (script.accuracy(name, each), script.longest_in_common(each), script.largest_is_named(each))
+        for name, each in analyses.items()
+    }
 
 
 @pytest.mark.parametrize("program", [file.stem for file in RECORDED])
 def test_estimates_of_public_models(models, program: str):
-    row, longest = models[program]
+    row, longest, is_named = models[program]
     name = program.partition("-")[0]
     assert row.close >= LEAST_CLOSE.get(name, 0.9), row
     assert 1 / 1.6 < row.wall < 1.6, row
     assert longest >= LONGEST.get(name, 4)
+    assert is_named
 
 
 @pytest.mark.parametrize("is_fitted", [True, False])
 def test_most_programs_take_what_they_are_estimated_at(script, models, is_fitted: bool):
     walls = [
         row.wall
-        for program, (row, _) in models.items()
+        for program, (row, *_) in models.items()
         if (program.partition("-")[0] in script.FIT_MODELS) == is_fitted
     ]
     assert len(walls) >= 6
-    assert sum(1 / 1.25 < wall < 1.25 for wall in walls) >= 0.8 * len(walls)
+    assert sum(1 / 1.25 < wall < 1.25 for wall in walls) >= 0.9 * len(walls)
+
+
+def test_each_constant_has_a_fit(script):
+    of_the_block = {"memory", "matrix", "attention", "kernel_us"}
+    stated = {"vector", "power", "source"}  # of a long product, and of threefry alone
+    fields = {field.name for field in dataclasses.fields(script.EFFICIENCY)}
+    assert fields == of_the_block | stated | set(script.OFF)
+    assert set(script.TIMES) <= set(script.OFF)
+
+
+def test_the_launches_that_a_constant_decides_tell_its_value(script, monkeypatch):
+    file = next(file for file in RECORDED if file.stem == "gru-step")
+    monkeypatch.setattr(script, "OFF", {"load_us": 1e-9, "repeated_us": 1e-9, "slow_loads": 1.0})
+    found = dict(script.fit_models([file]))
+    assert len(found["repeated_us"]) > 10
+    assert 1.0 < median(found["repeated_us"]) < 1.6
+    assert not found["slow_loads"]
