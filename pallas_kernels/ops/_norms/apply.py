@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
-from pallas_kernels.ops._norms.backward import NormGradients, norm_backward
+from pallas_kernels.ops._norms.backward import Kernels, norm_backward
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm, NormName
 from pallas_kernels.primitives.checks import added_number, as_arrays, optional_arrays, static_flag
@@ -105,13 +105,6 @@ def run_norm(
     is_short = norm.centered and x.shape[-1] <= 512 and all(array is None for array in arrays[1:])
     run = partly_by_xla(by_kernel, by_xla, gradient=implementation is None and is_short)
     return run(*varying_alike(arrays))
-
-
-class Kernels(NamedTuple):
-    """A norm's forward and backward pass, with the arguments of `norm_forward` and `norm_backward`."""
-
-    forward: Callable[..., tuple[jax.Array, jax.Array | None, jax.Array | None]]
-    backward: Callable[..., NormGradients]
 
 
 MOSAIC = Kernels(norm_forward, norm_backward)
