@@ -240,19 +240,3 @@ def test_few_rows_are_in_flight_without_a_residual(features, centered, taken):
     with_residual = replace(shape, streams=3).default()
     assert with_residual is not None
     assert with_residual.steps >= config.steps
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(
-    ("features", "has_scale", "kernels"), [(512, False, [1, 0]), (640, False, [1, 2]), (512, True, [1, 2])]
-)
-def test_gradients_of_short_rows_without_scale_are_xla_s(features, has_scale, kernels, seed):
-    x = rows(seed, 4, features)
-    scale = rows(seed + 1, 1, features)[0] if has_scale else None
-
-    def loss(x, implementation=None):
-        return jnp.sum(jnp.sin(layer_norm(x, scale, implementation=implementation)))
-
-    gradient = jax.grad(loss)
-    assert [str(jax.make_jaxpr(function)(x)).count("mpmd_map[") for function in (loss, gradient)] == kernels
-    np.testing.assert_allclose(gradient(x), gradient(x, "xla"), rtol=1e-4, atol=1e-5, err_msg=f"seed={seed}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -39,6 +40,13 @@ class NormGradients(NamedTuple):
     dx: jax.Array | None
     dscale: jax.Array | None
     dbias: jax.Array | None
+
+
+class Kernels(NamedTuple):
+    """A norm's forward and backward pass, with the arguments of `norm_forward` and `norm_backward`."""
+
+    forward: Callable[..., tuple[jax.Array, jax.Array | None, jax.Array | None]]
+    backward: Callable[..., NormGradients]
 
 
 def norm_backward(

@@ -12,8 +12,7 @@ import jax_triton  # pyright: ignore[reportMissingImports]
 import triton
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from pallas_kernels.ops._norms.apply import Kernels
-from pallas_kernels.ops._norms.backward import NormGradients
+from pallas_kernels.ops._norms.backward import Kernels, NormGradients
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.triton_calls import row_block

@@ -58,8 +58,7 @@ def layer_norm(
             XLA computes the gradients of rows too long for registers.
             "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs; 128 to 32768 features.
             "xla": always runs.
-            None: "mosaic" if it can run, else "xla"; also "xla" if a gradient is taken of rows of up to 512 without
-                scale, bias and residual.
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
         y, with x's shape and dtype; with a residual or `returns_total`, the pair (y, total).
