@@ -91,7 +91,7 @@ def attention(
             "mosaic" takes scores to be above -1e30, and no seen one to be near a mask value below -1e5. It visits all
             tiles, unless the value is below -1e30, or out of reach of float16 or softcap, so that what is skipped has
             no weight beside a key that is seen; and each query sees one, or XLA gives the average to those that see
-            none: with 1024 keys or more, and neither bias nor dropout.
+            none: with 512 keys or more, and neither bias nor dropout.
         sinks: floating (heads,), or None. A score of each head that takes its share of the weights and has no value: a
             query that sees no key then has weights of zero, and its log-sum-exp is the sink. It has a gradient.
         deterministic: whether gradients have the same bits in every run. False: a long backward pass of "mosaic" adds

@@ -117,21 +117,19 @@ class Masking:
         column_segments: Any = None,
         *,
         tile: int = 0,
-        side: Side | None = None,
     ) -> Any:
         """Returns which elements are visible, boolean; None if all are.
 
         row, column: the elements' places, integer arrays that broadcast. row_segments, column_segments: the segments of
         these places, likewise; needed with `has_segments`. tile: the length of key tiles: if it divides `keys`, no
-        place is beyond the last key, and that is not compared. 0: it is. side: the only side of the band that may cut
-        the tile, see `has_sides`; None: both may.
+        place is beyond the last key, and that is not compared. 0: it is.
         """
         conditions = []
-        if self.right is not None and side != "left":
+        if self.right is not None:
             conditions.append(column <= (row + self.right if self.right else row))
-        if self.left is not None and side != "right":
+        if self.left is not None:
             conditions.append(column >= (row - self.left if self.left else row))
-        if (not tile or self.keys % tile) and side != "left":
+        if not tile or self.keys % tile:
             conditions.append(column < self.keys)
         if self.has_segments:
             conditions.append(row_segments == column_segments)

@@ -74,19 +74,14 @@ class Scores:
         segments: tuple[jax.Array, jax.Array] | None,
         side: Side | None = None,
     ) -> jax.Array:
-        """The scores, -inf where hidden. segments: those of the tile's queries and of its keys."""
-        if segments is None:
-            return self._within_bounds(scores, row, column, side)
-        places = (
-            plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=plgpu.Layout.WGMMA) + start
-            for axis, start in enumerate((row, column))
-        )
-        own = (lax.broadcast_in_dim(numbers, scores.shape, (axis,)) for axis, numbers in enumerate(segments))
-        seen = self.problem.masking.visible(*places, *own, tile=self.columns, side=side)
-        return jnp.where(seen, scores, -jnp.inf)
+        """The scores, -inf where hidden.
 
-    def _within_bounds(self, scores: jax.Array, row: Any, column: Any, side: Side | None) -> jax.Array:
-        """`masked`, by comparing columns in the tile, which are constants, with bounds that are computed once a row."""
+        Columns in the tile, which are constants, are compared with bounds that are computed once a row.
+
+        Args:
+            segments: those of the tile's queries and of its keys. side: the only side of the band that may cut the
+                tile, see `Masking.has_sides`; None: both may.
+        """
         masking, layout = self.problem.masking, plgpu.Layout.WGMMA
         rows, places = (plgpu.broadcasted_iota(jnp.int32, (64, REGISTER), axis, layout=layout) for axis in (0, 1))
         own = (places & ~1) + column
@@ -107,7 +102,11 @@ class Scores:
             if first is not None:
                 part = jnp.where(place >= first, part, -jnp.inf)
             parts.append(part)
-        return lax.concatenate(parts, 1)
+        scores = lax.concatenate(parts, 1)
+        if segments is None:
+            return scores
+        own, other = (lax.broadcast_in_dim(numbers, scores.shape, (axis,)) for axis, numbers in enumerate(segments))
+        return jnp.where(own == other, scores, -jnp.inf)
 
     def dropped(self, weights: jax.Array, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
         """The weights with dropped ones set to zero, without dropout's factor 1 / (1 - rate)."""

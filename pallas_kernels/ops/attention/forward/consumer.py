@@ -15,7 +15,6 @@ from jax import lax
 from pallas_kernels.ops.attention.forward.config import ROWS, STAGES
 from pallas_kernels.ops.attention.forward.producer import Block
 from pallas_kernels.ops.attention.forward.schedule import divmod_of, rem_of
-from pallas_kernels.ops.attention.launch import hidden
 from pallas_kernels.ops.attention.masking import Side
 from pallas_kernels.ops.attention.scores import Scores
 from pallas_kernels.primitives.exponents import LOG2_E, LOWEST_SCORE
@@ -159,7 +158,7 @@ class Consumer:
         carry = (maximum, total, weights.astype(problem.dtype), factor)
 
         # Steps count from the last key tile: those before `cut` come after the full tiles.
-        steps = hidden(last - first)
+        steps = block.steps(first, last)
         cut = skipped + 1
         if self._many_masked_after:
             cut = jnp.maximum(last - full_last, 1)
