@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import flax.nnx as nnx
@@ -15,6 +17,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import pallas_kernels
 import xlafuse
 from pallas_kernels import (
     KernelWarning,
@@ -31,6 +34,7 @@ from pallas_kernels import (
     rms_norm,
 )
 from pallas_kernels.primitives.random import array_keep_mask, part_words
+from pallas_kernels.registry import REGISTRY
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 ONE = AbstractMesh((1,), ("one",), axis_types=(AxisType.Auto,), abstract_device=H200)
@@ -348,3 +352,34 @@ def test_an_annotated_module_is_cut_as_its_annotations_say(cpus):
     assert "CustomSPMDPartitioning" in lowered.as_text()
     found = lowered.compile()(jax.device_put(state, shardings), jax.device_put(x, rows))
     assert_close(found, gradients(model)(state, x))
+
+
+ARGUMENTS: dict[str, Any] = {
+    "cross_entropy": {"reduction": "none", "logits": normal(0, 2, 3), "labels": jnp.zeros(2, int)},
+    "decode_attention": {"page_table": None, "new_key": None},
+    "gated_activation": {"gate": 0, "up": 0},
+    "grouped_linear": {"transpose": False},
+    "linear_cross_entropy": {"reduction": "none", "hidden": normal(0, 2, 3), "labels": jnp.zeros(2, int)},
+    "qkv_projection": {"head_size": 64, "rope": None, "x": 0},
+    "rope": {"key": 0},
+    "softmax": {"x": normal(0, 2, 2, 2, 2), "axis": -1, "is_causal": False},
+}
+
+
+def described(name: str) -> str:
+    text = getattr(pallas_kernels, name).dimensions.text
+    return text(ARGUMENTS[name]) if callable(text) else text
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_all_arrays_of_an_operation_have_named_dimensions(name):
+    function = getattr(pallas_kernels, name)
+    arrays = {each for each, kind in inspect.get_annotations(function).items() if "jax.Array" in str(kind)}
+    known = {part.partition(":")[0].strip().partition(".")[0] for part in described(name).partition("->")[0].split(",")}
+    assert arrays - {"return", "implementation"} <= known
+
+
+def test_the_documented_dimensions_are_those_of_the_operations():
+    rows = [f"| `{name}` | `{described(name)}` |" for name in sorted(REGISTRY)]
+    page = (Path(__file__).parents[2] / "docs" / "several-gpus.md").read_text()
+    assert "\n".join(rows) in page.replace("\\|", "|")
