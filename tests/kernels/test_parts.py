@@ -367,7 +367,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 def described(name: str) -> str:
-    text = getattr(pallas_kernels, name).dimensions.text
+    text: Any = getattr(pallas_kernels, name).dimensions.text
     return text(ARGUMENTS[name]) if callable(text) else text
 
 
