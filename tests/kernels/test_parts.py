@@ -368,7 +368,7 @@ ARGUMENTS: dict[str, Any] = {
 
 def described(name: str) -> str:
     text: Any = getattr(pallas_kernels, name).dimensions.text
-    return text(ARGUMENTS[name]) if callable(text) else text
+    return str(text(ARGUMENTS[name]) if callable(text) else text)
 
 
 @pytest.mark.parametrize("name", REGISTRY)
