@@ -32,7 +32,7 @@ from pallas_kernels.primitives.explicit import by_explicit_axes, is_explicit, on
 from pallas_kernels.primitives.interpreter import reason_against
 from pallas_kernels.primitives.platform import is_interpreted
 from pallas_kernels.primitives.sharded import Shared, shared_by, with_pullback
-from pallas_kernels.primitives.shared_call import PACKAGE, mesh_of, needed, notify, place_of
+from pallas_kernels.primitives.shared_call import mesh_of, needed, notify, place_of
 from pallas_kernels.specs import Static
 
 INSIDE_SHARD_MAP = "a kernel sees one device; call the operation inside jax.shard_map"
@@ -136,7 +136,7 @@ def call_operation(
                 jax.eval_shape(unsettled, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays))
             shared = shared_by(operation, dimensions, function, call, reference, (args, kwargs), places)
         if shared is not None:
-            return by_explicit_axes(shared, partial(_warn_here, operation))(*arrays)
+            return by_explicit_axes(shared, partial(_warn_of, operation, source_info_util.current().traceback))(*arrays)
     if not may_be_partitioned():
         return function(*args, **kwargs)
     if dimensions is None and automatic_axes() and kwargs.get("implementation") is None:
@@ -169,9 +169,14 @@ def kernel_warnings() -> Iterator[dict[str, str]]:
         yield heard
 
 
-def _warn_here(operation: str, what: str, why: str) -> None:
-    """Warns of an operation that is traced, at the line of the call."""
-    _show(f"{operation} {what}: {why}", operation, source_info_util.current().traceback)
+def _warn_of(operation: str, traceback: Any, what: str, why: str) -> None:
+    """Warns of an operation at the line of the call."""
+    message = f"{operation} {what}: {why}"
+    if (heard := _heard.get()) is not None:
+        heard[message] = operation
+        return
+    name, _, line = place_of(traceback).rpartition(":")
+    warnings.warn_explicit(message, KernelWarning, name or "unknown", int(line) if name else 0, registry=_warned)
 
 
 _warned: dict[Any, Any] = {}
@@ -179,20 +184,11 @@ _warned: dict[Any, Any] = {}
 
 
 def _warn(ctx: Any, operation: str, what: str, why: str | None = None) -> None:
-    """Warns of an operation in a program for several devices, at the line of the call."""
+    """Warns of an operation in a program for several devices."""
     context = ctx.module_context.axis_context
     devices = context.num_devices if isinstance(context, ShardingContext) else context.mesh.size
-    message = f"{operation} {what}: {why or f'the program is compiled for {devices} devices, and {INSIDE_SHARD_MAP}'}"
-    _show(message, operation, ctx.traceback)
-
-
-def _show(message: str, operation: str, traceback: Any) -> None:
-    if (heard := _heard.get()) is not None:
-        heard[message] = operation
-        return
-    frames = source_info_util.user_frames(traceback)
-    places = [(frame.file_name, frame.start_line) for frame in frames if not frame.file_name.startswith(PACKAGE)]
-    warnings.warn_explicit(message, KernelWarning, *next(iter(places), ("unknown", 0)), registry=_warned)
+    why = why or f"the program is compiled for {devices} devices, and {INSIDE_SHARD_MAP}"
+    _warn_of(operation, ctx.traceback, what, why)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ os.environ.setdefault("PJRT_NPROC", "16")
 
 # CPU devices for shard_map and shardings. Too late once a backend is up; then the tests that need them are skipped.
 with contextlib.suppress(RuntimeError):
-    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

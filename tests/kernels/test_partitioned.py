@@ -108,14 +108,14 @@ def test_a_fused_block_has_the_collectives_of_the_block(transform, gpus):
     assert found == collectives(transform(block), *structs)
 
 
-def test_the_comparison_says_that_sites_are_left_to_xla():
+def test_the_comparison_takes_sites_on_the_parts():
     mesh = AbstractMesh((4,), ("d",), axis_types=(AxisType.Auto,))
     structs = struct(mesh, (4096, 1024), "d"), *(struct(mesh, shape) for shape in ((1024,), (1024, 4096), (4096, 1024)))
     *_, result = xlafuse.compare(block, structs, strategies=["fused"]).strategies
     assert result.analysis is not None
-    assert {site.outcome for site in result.sites} == {"left to XLA"}
-    assert all("compiled for 4 devices" in site.reason for site in result.sites)
-    assert any("is left to XLA: the program is compiled for 4 devices" in n for n in result.analysis.provenance.notes)
+    assert {site.outcome for site in result.sites} == {"taken"}
+    assert "mosaic" in {launch.kind for launch in result.analysis.launches}
+    assert not any("left to XLA" in note for note in result.analysis.provenance.notes)
 
 
 def test_one_device_runs_the_kernel_without_a_word(gpus):

@@ -241,7 +241,8 @@ def test_a_gather_of_what_is_whole_is_warned_of_at_the_line_of_the_call(cpus):
 
 def test_choices_are_of_the_parts_and_say_what_is_gathered(cpus):
     def layer(x, w):
-        return linear(rms_norm(x, x[0, 0]), w, implementation=("mosaic", "xla"))
+        norm: Any = rms_norm
+        return linear(norm(x, x[0, 0]), w, implementation=("mosaic", "xla"))
 
     x, w = jnp.ones((4, 128, 1024), jnp.bfloat16), jnp.ones((1024, 2048), jnp.bfloat16)
     with recorded_choices() as choices:
@@ -252,7 +253,7 @@ def test_choices_are_of_the_parts_and_say_what_is_gathered(cpus):
         "x (2, 128, 1024) by d, scale (1024,) whole",
         "x (2, 128, 1024) by d, w (1024, 1024) by t",
     }
-    assert {each.where for each in choices} == {f"{__file__}:{layer.__code__.co_firstlineno + 1}"}
+    assert {each.where for each in choices} == {f"{__file__}:{layer.__code__.co_firstlineno + 2}"}
 
 
 def test_scanned_layers_with_remat_and_vmap(cpus, seed):
