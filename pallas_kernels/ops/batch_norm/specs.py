@@ -54,7 +54,7 @@ BATCH_NORM = OpSpec(
     differentiable=("x", "scale", "bias"),
     batched=("x",),
     arg_specs=(
-        _call(72, 1024),
+        _call(72, 512),
         _call(9, 512),
         _call(3, 3, 300, dtype="float32"),
         _call(6, 1152, parameter_dtype="float32"),

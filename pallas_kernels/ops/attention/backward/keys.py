@@ -312,4 +312,6 @@ def _launched(problem: Problem, inputs: Inputs, *, forms: tuple[TileForm, TileFo
         return tuple(results)
     *dquery, both = results
     each = (half.reshape(*half.shape[:2], -1, config.parts, half.shape[3]) for half in both)
-    return *dquery, *map(added, each)
+    # A tile of values may be wider than they are.
+    like = (inputs.key, inputs.value)
+    return *dquery, *(added(half)[..., : array.shape[-1]] for half, array in zip(each, like, strict=True))
