@@ -75,7 +75,7 @@ def _peak_name(element_type: str) -> str:
 
 
 OURS_IS_CLOSER: Mapping[str, float] = {
-    "concatenate": 0.7, "cublaslt": 1.0, "loop": 0.99, "reduction": 0.9, "scatter": 1.0, "transpose": 0.95,
+    "concatenate": 0.7, "cublaslt": 1.0, "loop": 0.99, "reduction": 0.81, "scatter": 1.0, "transpose": 0.95,
     "triton": 1.0,
 }  # fmt: skip
 """How often the measured time is nearer to our estimate than to XLA's where the two differ by more than 2x, as a share
