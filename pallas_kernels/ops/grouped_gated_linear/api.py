@@ -60,7 +60,7 @@ def grouped_gated_linear(
         activation: a name from `pallas_kernels.primitives.activations.ACTIVATIONS`.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features and outputs must
-            be multiples of 64.
+            be multiples of 64, and at least 128.
             "xla": always runs.
             None: "mosaic" if it can run, else "xla".
 

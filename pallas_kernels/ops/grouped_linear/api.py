@@ -16,7 +16,7 @@ from pallas_kernels.ops.grouped_linear.mosaic_gpu import grouped_linear_mosaic
 from pallas_kernels.ops.grouped_linear.reference import grouped_linear_reference
 from pallas_kernels.primitives.checks import as_arrays, as_int32, optional_arrays, static_flag
 from pallas_kernels.primitives.dimensions import shares
-from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES
+from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES, FEWEST_OUTPUTS
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -88,7 +88,7 @@ def grouped_linear(
         transpose: whether the weights are stored transposed.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features and outputs must
-            be multiples of 64.
+            be multiples of 64, and at least 128.
             "xla": always runs.
             None: "mosaic" if it can run, else "xla".
 
@@ -124,8 +124,8 @@ def mosaic_unsupported(x: jax.Array, outputs: int) -> str | None:
     if x.dtype.name not in DTYPES:
         return f"x is {x.dtype.name}, the kernels take {', '.join(DTYPES)}"
     for name, size in (("features", x.shape[1]), ("outputs", outputs)):
-        if size % COLUMNS:
-            return f"there are {size} {name}; the kernels take multiples of {COLUMNS}"
+        if size % COLUMNS or size < FEWEST_OUTPUTS:
+            return f"there are {size} {name}; the kernels take multiples of {COLUMNS}, and at least {FEWEST_OUTPUTS}"
     return mosaic_gpu_unsupported()
 
 

@@ -114,7 +114,6 @@ GROUPED_LINEAR = _operation(
         _call(203, features=192, groups=3, outputs=128, dtype="float16", transpose=True),
         _call(70, features=128, groups=9, outputs=128, empty=1, bias=True, activation="silu"),
         _call(40, features=128, groups=16, outputs=128, bias=True),
-        _call(90, features=64, groups=3, outputs=64),
         _call(30, features=72, groups=3, outputs=40, tags="test ragged"),
         _call(0, features=128, groups=2, outputs=128, tags="test empty"),
         _call(24, features=128, groups=2, outputs=128, fill="zeros", tags="test extreme"),
