@@ -1,7 +1,6 @@
 """Times grouped products on the attached GPU beside dense ones, XLA's, JAX's own examples and PyTorch's.
 
     python scripts/time_grouped.py [-o RESULTS.json] [--only ROWSxFEATURESxOUTPUTSxGROUPS ...] [--peers xla jax torch]
-        [--passes forward dx dw gated]
 
 Sums of kernel times, in one interleaved run for each call. Results of the forward pass are compared first. XLA tunes
 its own products for a minute a call. --tiny: small sizes, to rehearse in the interpreter, where nothing is timed.
@@ -122,14 +121,7 @@ def torch_candidates(arrays: Mapping[str, jax.Array], sizes: list[jax.Array], ho
 
 
 def timed(
-    rows: int,
-    features: int,
-    outputs: int,
-    groups: int,
-    *,
-    peers: Sequence[str] = (),
-    passes: Sequence[str] = ("forward", "dx", "dw", "gated"),
-    has_times: bool = True,
+    rows: int, features: int, outputs: int, groups: int, *, peers: Sequence[str] = (), has_times: bool = True
 ) -> dict[str, float]:
     """Returns the sum of kernel times of each call in microseconds; of a gradient's call all that it needs."""
     keys, dtype = jax.random.split(jax.random.key(0), 3), jnp.bfloat16
@@ -163,8 +155,6 @@ def timed(
         candidates.append(Candidate(name=name, kind=kind, call=call, inputs=inputs))
 
     for name, (function, takes) in calls.items():
-        if not any(each in name for each in passes):
-            continue
         try:
             call = None
             for how, several in sizes.items():
@@ -190,8 +180,7 @@ def timed(
             ("dense dx", lambda dy, w: dy @ w.T, (dy, w[0])),
             ("dense dw", lambda x, dy: x.T @ dy, (x, dy)),
         ):
-            if any(each in name for each in passes):
-                add(name, jax.jit(function).lower(*arguments).compile(), [arguments])
+            add(name, jax.jit(function).lower(*arguments).compile(), [arguments])
     check(results)
     if not has_times:
         return {}
@@ -238,7 +227,6 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--peers", nargs="*", default=["xla", "jax", "torch"])
-    parser.add_argument("--passes", nargs="+", default=["forward", "dx", "dw", "gated"])
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--count", action="store_true")
     options = parser.parse_args()
@@ -250,7 +238,7 @@ def main() -> None:
     for call in TINY if options.tiny else (*FEW, *MANY):
         name = "x".join(map(str, call))
         if options.only is None or name in options.only:
-            results[name] = timed(*call, peers=options.peers, passes=options.passes, has_times=not options.tiny)
+            results[name] = timed(*call, peers=options.peers, has_times=not options.tiny)
             print(name, results[name], flush=True)
         if options.output:
             text = json.dumps({"gpu": jax.devices()[0].device_kind, "us": results}, indent=2)

@@ -17,8 +17,6 @@ from jax import lax
 
 _PART = 64
 """Groups that are summed at a time: the rows of the tensor cores' layout."""
-_LOADED = 4
-"""Parts whose sizes are loaded together: memory answers late, and each waits in 16 registers."""
 _LAYOUT = plgpu.Layout.WGMMA
 REDUCTIONS: Mapping[str, Any] = {"reduction_scratch_bytes": 0}
 """For `launcher`: sums of rows need no shared memory, which the table takes instead."""
@@ -72,21 +70,19 @@ class Groups:
         width = min(_PART, self.sizes.shape[0])
         row, column = (plgpu.broadcasted_iota(jnp.int32, (_PART, width), axis, layout=_LAYOUT) for axis in (0, 1))
 
-        def load(i):
-            place = self.sizes.at[pl.ds(i * width, width)]
-            return jnp.clip(plgpu.load(place, layout=_LAYOUT.reduce(0), optimized=False), 0, self.rows)
+        def part(i, before):
+            sizes = plgpu.load(self.sizes.at[pl.ds(i * width, width)], layout=_LAYOUT.reduce(0), optimized=False)
+            sizes = jnp.clip(sizes, 0, self.rows)
+            after = []
+            for line, (own, sum_before) in enumerate(zip((sizes, _tiles(sizes, self.tile)), before, strict=True)):
+                own = lax.broadcast_in_dim(own, (_PART, width), (1,))
+                sums = jnp.sum(jnp.where(column <= row, own, 0), axis=1)
+                self.table[line, pl.ds(i * _PART, _PART)] = sum_before + sums
+                after.append(sum_before + jnp.sum(own, axis=1))
+            return tuple(after)
 
         zero = plgpu.layout_cast(jnp.zeros(_PART, jnp.int32), _LAYOUT.reduce(1))
-        before, count = [zero, zero], self.sizes.shape[0] // width
-        for first in range(0, count, _LOADED):
-            loaded = [load(i) for i in range(first, min(first + _LOADED, count))]
-            for i, sizes in enumerate(loaded, first):
-                for line, own in enumerate((sizes, _tiles(sizes, self.tile))):
-                    own = lax.broadcast_in_dim(own, (_PART, width), (1,))
-                    sums = jnp.sum(jnp.where(column <= row, own, 0), axis=1)
-                    self.table[line, pl.ds(i * _PART, _PART)] = before[line] + sums
-                    if i + 1 < count:
-                        before[line] = before[line] + jnp.sum(own, axis=1)
+        lax.fori_loop(0, self.sizes.shape[0] // width, part, (zero, zero))
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.is_listed)
 
@@ -102,13 +98,11 @@ class Groups:
 
     def tile_at(self, number: jax.Array) -> RowTile:
         """Returns a tile, with no rows if its group is behind the last row."""
-        group, unit = jnp.int32(0), 8 ** ((self.count.bit_length() - 1) // 3)
-        while unit:  # the digits of base 8: loads of one digit need not wait for one another
-            places = [group + digit * unit for digit in range(1, 8)]
-            for place in places:
-                is_before = self.table[1, jnp.minimum(place, self.count) - 1] <= number
-                group += jnp.where((place <= self.count) & is_before, unit, 0)
-            unit //= 8
+        group = jnp.int32(0)
+        for power in reversed(range(self.count.bit_length())):
+            place = group + 2**power
+            is_before = self.table[1, jnp.minimum(place, self.count) - 1] <= number
+            group = jnp.where((place <= self.count) & is_before, place, group)
         start, end = self.bounds(group)
         first = start + (number - self._before(1, group)) * self.tile
         count = jnp.minimum(end - first, self.tile)
