@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from hlo_analysis.costs.warp_reads import strided_bytes
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
 from hlo_analysis.hlo.attributes import integers, tile_sizes
 from hlo_analysis.records import LaunchKind
@@ -31,6 +30,8 @@ def cache_bytes(module: Module, instruction: Instruction, kind: LaunchKind, thre
         return fetched + instruction.shape.byte_size if fetched else 0
     if kind not in ("loop", "transpose", "reduction"):
         return 0
+    from hlo_analysis.costs.warp_reads import strided_bytes  # needs numpy, which commands that analyze nothing lack
+
     read = strided_bytes(body.instructions, body.root_instruction, kind, threads)
     return read + instruction.shape.byte_size if read else 0
 

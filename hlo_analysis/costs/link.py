@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from fractions import Fraction
 from math import prod
 
-import numpy as np
-
 from hlo_analysis.hlo import Instruction, Module
 
 _NUMBERS = re.compile(r"\d+")
@@ -70,6 +68,8 @@ def group_axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple
         group = _first_group(text)
         if not group or max(group) >= prod(mesh.values()):
             return ()
+        import numpy as np  # commands that analyze nothing must not load it
+
         places = np.unravel_index(group, tuple(mesh.values()))
         parts = [(name, mesh[name]) for name, along in zip(mesh, places, strict=True) if len(set(along.tolist())) > 1]
         if prod(size for _, size in parts) != len(group):
@@ -85,6 +85,8 @@ def _first_group(text: str) -> list[int]:
     """Returns the devices of the first group of {{0,1},{2,3}} or of [groups,devices]<=[2,2]T(1,0)."""
     if iota := _DEVICES.search(text):
         shape, order = ([int(each) for each in part.split(",")] if part else [] for part in iota.group(2, 3))
+        import numpy as np
+
         devices = np.arange(prod(shape)).reshape(shape).transpose(order or None)
         return devices.reshape(-1, int(iota[1]))[0].tolist()
     return [int(each) for each in _NUMBERS.findall(text.partition("}")[0])]
