@@ -22,7 +22,11 @@
 
 # %%
 import os
+import sys
 
+if "google.colab" in sys.modules:  # there, put the address of this project between the quotes
+    os.system("git clone '' xlafuse && pip install -q './xlafuse[deviceless,notebooks]'")
+    os.chdir("xlafuse/notebooks")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the compiler for the H200 needs no GPU
 
 import dataclasses
