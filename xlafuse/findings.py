@@ -123,9 +123,11 @@ def _call(site: Site) -> str:
     function = getattr(pallas_kernels, site.operation, None)
     if function is None:  # a rewrite
         return f"# {site.operation}: {site.note}"
-    order = [*inspect.signature(function).parameters]
+    parameters = inspect.signature(function).parameters
+    order = [*parameters]
     named = sorted(site.arrays.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
-    leading = [name for place, (name, _) in enumerate(named) if order[place : place + 1] == [name]]
+    by_place = [name for name, each in parameters.items() if each.kind is not each.KEYWORD_ONLY]
+    leading = [name for place, (name, _) in enumerate(named) if by_place[place : place + 1] == [name]]
     arguments = [name if name in leading else f"{name}={name}" for name, _ in named]
     arguments += [f"{name}={value!r}" for name, value in site.options.items()]
     shapes: dict[str, list[str]] = {}

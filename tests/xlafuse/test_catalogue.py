@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Sequence
 
 import jax
@@ -106,6 +108,20 @@ def test_what_fuse_says_of_the_lines_is_the_reason(adapted_capture: Capture, out
     assert any(each.kernel == "lora_linear" for each in found) == finding.is_allowed
     elsewhere = Finding(operation="lora_linear", outcome=outcome, text=text, lines=frozenset({"other.py:1"}))
     assert missed(adapted_capture, catalogue_of([elsewhere])) == missed(adapted_capture)
+
+
+def test_a_written_call_fits_the_operations_signature():
+    def added(x, residual, scale):
+        total = (x + residual).astype(jnp.float32)
+        y = total * jax.lax.rsqrt(jnp.mean(total * total, axis=-1, keepdims=True) + 1e-6) * scale
+        return y.astype(x.dtype)
+
+    found = find(added, (struct(2048, 1024), struct(2048, 1024), struct(1024)), load_target("h200"))
+    assert found is not None
+    (call,) = [ast.parse(each.text).body[0].value for each in found if each.outcome == "taken"]  # pyright: ignore
+    named = {each.arg: each.value for each in call.keywords}
+    inspect.signature(pallas_kernels.rms_norm).bind(*call.args, **named)
+    assert named.keys() >= {"residual", "epsilon"}
 
 
 def test_what_fuse_does_not_search_has_no_findings():
