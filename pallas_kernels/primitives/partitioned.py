@@ -102,12 +102,11 @@ def call_operation(
     function: takes `implementation`, and calls `dispatch.choose` with the operation's name. dimensions: how devices may
     share its work, if they may.
     """
+    key = kwargs.get("dropout_key")
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and not key.ndim:
+        kwargs = {**kwargs, "dropout_key": jax.random.key_data(key)}  # XLA's partitioner knows no keys
     leaves, structure = jax.tree.flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-    for place in places:
-        if jnp.issubdtype(leaves[place].dtype, jax.dtypes.prng_key) and not leaves[place].ndim:
-            leaves[place] = jax.random.key_data(leaves[place])  # XLA's partitioner knows no keys
-    args, kwargs = jax.tree.unflatten(structure, leaves)
     arrays = [leaves[place] for place in places]
 
     def unsettled(*arrays: Any, **given: Any) -> Any:

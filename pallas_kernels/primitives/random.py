@@ -176,13 +176,13 @@ def _place(
 ) -> tuple[jax.Array, jax.Array, Words]:
     """Returns the elements' row start and column in their period of 2**32 (whole rows), and the period's words."""
     first, second, *_ = words
-    row, size, rows_a_period = row_of_whole(words, row), jnp.uint32(features), _rows_a_period(features)
+    row, size, rows_a_period = row_of_whole(words, row), jnp.uint32(features), jnp.uint32(_rows_a_period(features))
     if len(words) > 2:
         size, rows_a_period = words[4:_PART_WORDS]
-    elif rows is not None and rows <= rows_a_period:
+    elif rows is not None and rows <= _rows_a_period(features):
         return row * size, _uint32(column), (first, second)
     # Rows before the 2**32nd element have epoch 0, whose mix is 0 and changes nothing.
-    epoch = row // _uint32(rows_a_period)
+    epoch = row // rows_a_period
     return row * size, _uint32(column), (first, second ^ _mix(epoch))
 
 

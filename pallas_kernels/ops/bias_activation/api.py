@@ -153,10 +153,10 @@ def mosaic_unsupported(x: jax.Array, bias: jax.Array | None, *, may_fold: bool =
     """
     if reason := dtypes_unsupported(x=x, bias=bias):
         return reason
-    rows, features = x.size // max(1, x.shape[-1]), x.shape[-1]
-    if bias is None and may_fold:
-        rows, features = 1, x.size
-    elif may_fold:
+    rows, features = 1, x.size
+    if bias is not None or not may_fold:
+        rows, features = x.size // max(1, x.shape[-1]), x.shape[-1]
+    if bias is not None and may_fold:
         fold = folded_rows(rows, features, x.dtype.itemsize)
         rows, features = rows // fold, features * fold
     return elementwise_unsupported(rows, features) or mosaic_gpu_unsupported()
