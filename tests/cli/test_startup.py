@@ -87,3 +87,9 @@ def test_a_real_report_on_a_machine_without_a_gpu_shows_no_plugin_error(tmp_path
         assert word not in result.stderr
     assert "xla: done after" in result.stderr
     assert (tmp_path / "out/report.html").stat().st_size > 50_000
+
+
+def test_importing_fuse_starts_no_device():
+    """`jax.distributed.initialize` must come before any."""
+    script = "import xlafuse.fusion.spellings; from jax._src import xla_bridge; print(list(xla_bridge._backends))"
+    assert _python("-c", script).stdout.strip() == "[]"

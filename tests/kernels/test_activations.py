@@ -83,6 +83,12 @@ def test_infinities_are_those_of_jax_nn(name, dtype):
     assert np.isnan(not_a_number).all()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_each_is_zero_at_zero(name):
+    """`fuse` counts on it: rows of no group are zero before the activation and after it."""
+    assert float(ACTIVATIONS[name].reference(jnp.float32(0))) == 0
+
+
 def test_gelu_is_the_normal_distribution():
     x = np.float32(-3.7)
     value, _ = ACTIVATIONS["gelu"].value_and_derivative(jnp.asarray([x]), jnp.dtype("float32"))
