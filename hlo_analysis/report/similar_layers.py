@@ -11,6 +11,8 @@ from hlo_analysis.records import Analysis, MissedFusion
 
 _NUMBER = re.compile(r"\d+")
 _LAYER_NUMBER = re.compile(r"(^|[/_])\d+(?=/|$)")
+_NUMBERED = re.compile(r"(?![A-Z][^_]*$)[^:]*\d")
+"""A part of a scope that is one of several. 'GPT2' is a model's name."""
 # Two similar layers take no more space than the line that would replace the second.
 _FEWEST = 3
 
@@ -72,5 +74,5 @@ def layer_of(scope: str, phase: str) -> tuple[str, str]:
     A source line, such as 'model.py:12', is no layer.
     """
     parts: Sequence[str] = scope.split("/")
-    place = next((place for place, part in enumerate(parts, start=1) if re.fullmatch(r"[^:]*\d", part)), 0)
+    place = next((place for place, part in enumerate(parts, start=1) if _NUMBERED.fullmatch(part)), 0)
     return "/".join(parts[:place]), phase

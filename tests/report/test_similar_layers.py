@@ -7,7 +7,7 @@ from dataclasses import replace
 from hlo_analysis.records import Comparison, MissedFusion
 from hlo_analysis.report import render_html
 from hlo_analysis.report.sentences import intermediates_by_scope, scope_name
-from hlo_analysis.report.similar_layers import fold_layers, group_missed, without_numbers
+from hlo_analysis.report.similar_layers import fold_layers, group_missed, layer_of, without_numbers
 
 
 def test_layers_alike_are_folded_into_one_row() -> None:
@@ -64,3 +64,11 @@ def test_the_page_tells_layers_alike_once(comparison: Comparison) -> None:
 def test_source_lines_are_no_layers() -> None:
     rows = [(f"model.py:{line}", 1) for line in (3, 4, 5, 6)]
     assert fold_layers(rows, lambda row: (row[0], "forward"), lambda row: row[1]) == rows
+
+
+def test_a_models_name_is_no_layer():
+    assert layer_of("GPT2/h_0/attn", "forward") == ("GPT2/h_0", "forward")
+    assert layer_of("blocks/11/mlp", "forward") == ("blocks/11", "forward")
+    assert layer_of("Block_3/norm", "backward") == ("Block_3", "backward")
+    assert layer_of("layer7", "forward") == ("layer7", "forward")
+    assert layer_of("GPT2/model.py:12", "forward") == ("", "forward")
