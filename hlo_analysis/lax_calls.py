@@ -326,7 +326,7 @@ def memory_sizes(shape: Shape) -> tuple[int, ...]:
 
 
 def in_memory(name: str, shape: Shape) -> str:
-    """Writes a value with its axes in the order in which they lie in memory, as JAX returns arrays."""
+    """Writes a value transposed to its physical layout, major to minor."""
     order = _major_to_minor(shape)
     return name if order == tuple(range(len(order))) else f"lax.transpose({name}, {order})"
 

@@ -36,6 +36,7 @@ BLOCKS = ((128, 128, 4), (128, 192, 4), (64, 128, 5))
 """Rows, columns and steps in flight of JAX's example; the fastest counts."""
 
 MOST_FEW = 64
+"""Up to so many rows, the forward pass alone is timed, beside a copy of the bytes."""
 
 Calls = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 """Functions and arguments by name."""

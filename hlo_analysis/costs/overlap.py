@@ -1,4 +1,4 @@
-"""What remains of a collective's time beside the launches that XLA schedules between its start and the wait for it."""
+"""Exposed time of asynchronous collectives: what the launches between start and done do not hide."""
 
 from __future__ import annotations
 

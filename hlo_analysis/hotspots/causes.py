@@ -248,7 +248,7 @@ def _few_blocks(launch: LaunchRow, launches: Launches, device: Device) -> Cause 
 
 
 def _exposed_link(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
-    """A collective that the launches between its start and the wait for it do not hide."""
+    """A collective whose time no computation hides."""
     if not launch.exposed_us or launch.limiter != "link":
         return None
     opcode = next((name for name, _ in launch.opcodes if name in COLLECTIVE_OPCODES), "collective")

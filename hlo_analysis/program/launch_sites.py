@@ -101,7 +101,7 @@ def find_launches(module: Module, sequence: str | None, metadata: str | None) ->
 
 
 def _waits(forest: Sequence[Thunk], places: Mapping[int, int]) -> dict[int, int]:
-    """Pairs each asynchronous launch, by its place, with the number of launches before the wait for it."""
+    """Maps the index of each asynchronous launch to the index of the launch that follows the wait for it."""
     begun: dict[int, list[int]] = {}
     found: dict[int, int] = {}
     count = 0

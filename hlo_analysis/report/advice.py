@@ -193,7 +193,7 @@ def headline(comparison: Comparison) -> str:
 
 
 def winning_code(comparison: Comparison) -> str:
-    """Returns the code of the strategy that the headline names, with its imports; '' where the headline has it."""
+    """Returns code that runs the fastest strategy, with imports; '' where the headline says it already."""
     best = ranking(comparison).winner
     if best is None or best.name == comparison.baseline or "\n" not in best.call:
         return ""

@@ -138,7 +138,7 @@ def _scattered(
 
 
 def text_of_parts(rule: Rule, cut: Cut, asked: Sequence[Any]) -> str:
-    """Returns one device's parts of the arguments in words: 'x (2, 512) by d, w (512, 1024) whole'."""
+    """Describes the shards of the arguments on one device: 'x (2, 512) by d, w (512, 1024) whole'."""
     words = []
     for name, own in zip(rule.labels, rule.operands, strict=False):
         shape = tuple(prod(cut.sizes[each] for each in names) for names in own)

@@ -1,4 +1,4 @@
-"""Masks, groups and caches of parts are those of the whole; meshes that are explicit, exported or partly manual."""
+"""Sharded operations: dropout masks, expert groups, caches; explicit axes, `jax.export`, partly manual axes."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def run_norm(
     reference: Callable[..., Any],
     implementation: Implementation,
 ) -> Any:
-    """Checks the arguments of a public norm, and runs it.
+    """Implements `rms_norm`, `layer_norm` and `dropout_residual_norm`: checks the arguments, then dispatches.
 
     rate, words: of the dropout of x, and its key's words, or None for none.
     reference: the implementation "xla", a function of x, scale and bias, and by keyword residual and options.

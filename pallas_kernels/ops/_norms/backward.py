@@ -43,7 +43,7 @@ class NormGradients(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """A norm's forward and backward pass, with the arguments of `norm_forward` and `norm_backward`."""
+    """The forward and backward kernels of an implementation, called like `norm_forward` and `norm_backward`."""
 
     forward: Callable[..., tuple[jax.Array, jax.Array | None, jax.Array | None]]
     backward: Callable[..., NormGradients]

@@ -136,7 +136,7 @@ def forward(
     words: None,
     with_statistics: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Computes what `forward.norm_forward` does, without dropout."""
+    """Runs a norm forward by Triton, like `forward.norm_forward`; takes no dropout."""
     del words
     rows, features = x.shape
     block, warps = row_block(features)
@@ -180,7 +180,7 @@ def backward(
     dtotal: jax.Array | None,
     words: None,
 ) -> NormGradients:
-    """Computes what `backward.norm_backward` does, without dropout."""
+    """Runs a norm backward by Triton, like `backward.norm_backward`; takes no dropout."""
     del words
     rows, features = total.shape
     block, warps = row_block(features)

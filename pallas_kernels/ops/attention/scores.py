@@ -74,7 +74,7 @@ class Scores:
         segments: tuple[jax.Array, jax.Array] | None,
         side: Side | None = None,
     ) -> jax.Array:
-        """The scores, -inf where hidden.
+        """Masks the tile's scores: -inf where hidden.
 
         Columns in the tile, which are constants, are compared with bounds that are computed once a row.
 

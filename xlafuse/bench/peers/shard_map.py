@@ -14,7 +14,7 @@ from xlafuse.models.shardings import Layout
 
 
 def stack(config: BlockConfig, layout: Layout) -> Callable[..., Any]:
-    """Returns the function `(layers, x, positions) -> y` of a stack of layers on one axis of a mesh.
+    """Builds `(layers, x, positions) -> y`, a stack of layers under a hand-written `jax.shard_map`.
 
     Raises:
         NotImplementedError: the block is not Llama's, or the mesh has several axes.
