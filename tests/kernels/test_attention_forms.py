@@ -43,12 +43,23 @@ def results(function, given, *arrays) -> dict[str, np.ndarray]:
     return {name: np.asarray(array, np.float32) for name, array in found}
 
 
+def error_of_rounding(out: np.ndarray) -> float:
+    """Six deviations of what rounding the output to bfloat16 does to a query's sum of the scores' gradients.
+
+    The kernels take that sum's mean part from the output as written; the terms cancel, the error does not.
+    """
+    of_each = out * np.cos(np.arange(out.size)).reshape(out.shape) * 2.0**-9 / np.sqrt(3)
+    return 6 * float(np.sqrt(np.square(of_each).sum(axis=(0, 2, 3)).max()))
+
+
 def check(given, *arrays, seed) -> dict[str, np.ndarray]:
     """Asserts that the kernels' results are XLA's."""
     got = results(partial(attention, implementation="mosaic"), given, *arrays)
     want = results(attention_reference, given, *arrays)
     for name, array in want.items():
         limit = 1e-4 if name == "lse" else 0.012 * max(1.0, np.abs(array).max())
+        if name == "bias" and array.shape[-1] == 1:
+            limit = max(limit, error_of_rounding(want["out"]))
         np.testing.assert_allclose(got[name], array, atol=limit, rtol=1e-5, err_msg=f"{name}, seed={seed}")
     return got
 
