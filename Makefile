@@ -1,6 +1,6 @@
 # Two commands: `make report` and `make test`. Each works on a fresh clone, alone and in any order.
 .DEFAULT_GOAL := help
-.PHONY: help report test test-all mutations lint format docs docs-release bench-parser notebooks results clean
+.PHONY: help report test test-all lint format docs docs-release notebooks results clean
 SHELL := /bin/bash
 PY := .venv/bin/python
 # A machine without a GPU needs no CUDA client; on one with a GPU say JAX_PLATFORMS= make test.
@@ -15,12 +15,11 @@ DEV := .venv/.installed-dev
 help:
 	@echo "make report        what XLA makes of a Llama-size block on an H200, as a page: $(OUT)/report.html"
 	@echo "make test          the tests but for slow ones: minutes (no GPU needed)"
-	@echo "make test-all      all tests, and ten faults that they must catch: make mutations"
+	@echo "make test-all      all tests"
 	@echo "make smoke-jax0.12 some tests with jax 0.12, or 0.11: versions from constraints-jax0.12.txt"
 	@echo "make lint          ruff and pyright"
 	@echo "make docs          the documentation: build/site/index.html"
 	@echo "make docs-release  the same, kept as a version in the branch gh-pages, of this clone alone"
-	@echo "make bench-parser  the HLO parser's speed, 1 to 32 layers"
 	@echo "make notebooks     run the notebooks and keep their output"
 	@echo "make results       the result tables and the chart, from notebooks/results"
 	@echo "make clean         remove .venv and what the above wrote"
@@ -43,9 +42,6 @@ test: $(DEV)
 test-all: $(DEV)
 	$(PY) -m pytest -n 2 --dist loadfile --ignore tests/kernels
 	$(PY) -m pytest -n 2 --dist worksteal tests/kernels
-
-mutations: $(DEV)
-	$(PY) scripts/mutations.py
 
 # Another version of jax lies in a folder in front of the environment's own.
 build/jax%/.installed: constraints-jax%.txt
@@ -77,9 +73,6 @@ docs-release: $(DEV)
 	NO_MKDOCS_2_WARNING=1 PATH=$(CURDIR)/.venv/bin:$$PATH mike deploy --update-aliases \
 	  $$($(PY) -c 'from importlib.metadata import version; print(version("xlafuse"))') latest
 	PATH=$(CURDIR)/.venv/bin:$$PATH mike set-default latest
-
-bench-parser: $(DEV)
-	$(PY) benchmarks/parser.py
 
 notebooks: $(DEV)
 	$(PY) scripts/run_notebooks.py
