@@ -16,17 +16,10 @@ from pathlib import Path
 
 from xlafuse.bench import gpu_checks
 from xlafuse.bench.block_tables import block_details, block_overview, model_table
-from xlafuse.bench.results import Results, ResultsError, load, merge, write
+from xlafuse.bench.results import ResultsError, load, merge, write
 from xlafuse.bench.tables import details, overview, place, summary
-from xlafuse.bench.text import (
-    block_lines,
-    block_summary,
-    choice_lines,
-    choice_summary,
-    kernel_lines,
-    kernel_summary,
-    problem_lines,
-)
+from xlafuse.bench.text import result_lines
+from xlafuse.bench.text import summary as text_summary
 
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -52,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"wrote {options.output}: {len(merged.shapes)} shapes of {len(merged.runs)} runs")
             return 0
         if options.show:
-            print("\n".join(shown(load(options.show))))
+            results = load(options.show)
+            print("\n".join(line for shape in results.shapes for line in result_lines(shape)))
+            print("\n".join(text_summary(results)))
             return 0
         if options.tests:
             summary = gpu_checks.summarize(options.tests)
@@ -100,17 +95,6 @@ def placed(pages: Mapping[Path, str]) -> dict[Path, str]:
         for marker, table in of_page.items():
             made[path] = place(made[path], table, marker)
     return made
-
-
-def shown(results: Results) -> list[str]:
-    """Formats results as the benchmark prints them: each shape, then the means."""
-    of_shape, summarized = kernel_lines, kernel_summary
-    if any(shape.of_kind("strategy") for shape in results.shapes):
-        of_shape, summarized = block_lines, block_summary
-    elif any(shape.of_kind("default") for shape in results.shapes):
-        of_shape, summarized = choice_lines, choice_summary
-    lines = [line for shape in results.shapes for line in (shape.op, *of_shape(shape), *problem_lines(shape))]
-    return [*lines, *summarized(results)]
 
 
 if __name__ == "__main__":

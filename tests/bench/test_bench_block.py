@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from functools import partial
 
@@ -15,14 +14,14 @@ import pytest
 
 from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
 from hlo_analysis.targets import load_target
-from xlafuse.bench import block, candidates, supervisor, timing, worker
+from xlafuse.bench import block, candidates, timing
 from xlafuse.bench.block import bench_block, bench_case, make_case
 from xlafuse.bench.block_tables import block_details, block_overview
 from xlafuse.bench.candidates import check_close
 from xlafuse.bench.environment import environment
-from xlafuse.bench.results import Measured, Results, Run, load
+from xlafuse.bench.results import Measured, Results, Run
 from xlafuse.bench.settings import BlockSettings
-from xlafuse.bench.text import block_lines, block_summary
+from xlafuse.bench.text import result_lines, summary
 from xlafuse.models import BlockConfig, block_function, get_preset
 from xlafuse.strategies import get_strategy
 
@@ -183,17 +182,13 @@ def block_timing(us):
     return Timing(median_us=us, p20_us=us, p80_us=us, wall_us=us + 10, kernels=("k",) * 3, samples=4)
 
 
-def test_lines_have_times_and_ratios(kept):
-    first, walls = block_lines(kept.shapes[1])
-    told = "forward llama3-8b 2x4096 xla 6000.0 µs 641 TF/s pallas 1.500 torch_compile 1.200"
-    assert " ".join(first.split()) == told
-    assert walls.strip() == "wall µs: xla 6010  pallas 4010  torch_compile 5010"
-    assert block_summary(kept) == [
-        f"forward, times as fast as xla: pallas {math.sqrt(1.5 * 1.25):.3f}  torch_compile 1.200  (2 shapes)",
-        "grad, times as fast as xla: pallas 1.250  (1 shapes)",
-        "left out: late",
-    ]
-    assert "not measured" in block_lines(dataclasses.replace(kept.shapes[0], candidates=()))[0]
+def test_lines_have_times_and_rates(kept):
+    title, xla, pallas, _ = result_lines(kept.shapes[1])
+    assert title == " forward llama3-8b 2x4096"
+    assert " ".join(xla.split()) == "xla 6000.00 µs ×1.000 641 TF/s 3 launches, wall 6010.0 µs"
+    assert "×1.500" in pallas
+    assert "| **4000** |" in summary(kept)[0]
+    assert summary(kept)[-1] == "left out: late"
 
 
 def test_table_has_a_row_a_case_and_the_fastest_is_bold(kept):
@@ -211,19 +206,3 @@ def test_what_was_not_measured_is_told(kept):
     shape = dataclasses.replace(kept.shapes[2], problems=(problem,))
     told = block_details(dataclasses.replace(kept, runs=(dataclasses.replace(kept.runs[0], shapes=(shape,)),)))
     assert told.endswith("Not measured:\n\n- forward llama3-8b 1x1, xla_cudnn: ValueError: one token")
-
-
-def test_worker_and_supervisor_carry_a_block(tmp_path, monkeypatch, capsys, kept):
-    monkeypatch.setattr(worker, "bench_block", lambda shape, settings, sampler: iter([kept.shapes[2], "late"]))
-    monkeypatch.setattr(worker, "require_gpu", lambda: None)
-
-    def run_worker(command, folder, peers, keep, stall):
-        assert json.loads((folder / "request.json").read_text())["benchmark"] == "block"
-        assert worker.main(folder) == worker.DONE
-
-    monkeypatch.setattr(supervisor, "_run_worker", run_worker)
-    supervisor.run(["forward 1x1"], SETTINGS, tmp_path / "out.json", benchmark="block")
-    found = load(tmp_path / "out.json")
-    assert found.shapes == (kept.shapes[2],)
-    assert found.runs[0].settings["preset"] == "tiny"
-    assert "forward llama3-8b 1x1" in capsys.readouterr().out

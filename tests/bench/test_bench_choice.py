@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
-from test_bench_results import measured, results, shape
+from test_bench_results import H200, measured, results, shape
 from typer.testing import CliRunner
 
 import pallas_kernels
 from pallas_kernels import REGISTRY, get_op, testing
 from pallas_kernels.specs import plain
-from xlafuse.bench import candidates, choice, random_calls, supervisor, timing, worker
+from xlafuse.bench import candidates, choice, random_calls, supervisor, timing
 from xlafuse.bench.candidates import callable_of, check_close, inputs_of
 from xlafuse.bench.choice import bench_call, bench_choice, drawn
 from xlafuse.bench.random_calls import Limits, random_call
-from xlafuse.bench.results import Problem, load
+from xlafuse.bench.results import Problem, Run, load
 from xlafuse.bench.settings import MODES, ChoiceSettings
-from xlafuse.bench.text import choice_lines, choice_summary
+from xlafuse.bench.text import result_lines, summary
 from xlafuse.cli import app
 
 SETTINGS = ChoiceSettings(rounds=1, calls=2)
@@ -188,15 +187,12 @@ def call(none: float, mosaic: float, xla: float, **more):
     return shape(**{"spec": "0.3 x=8x8-bfloat16", "candidates": candidates, "ceiling": None, **more})
 
 
-def test_a_call_has_a_line_with_the_ratio_and_one_with_times():
-    assert choice_lines(call(10.0, 10.1, 9.7)) == [
-        " 0.970 !! forward rms_norm 0.3 x=8x8-bf16",
-        "      None: mosaic 10.00 µs (1), xla 9.70 µs (1), mosaic 10.10 µs (1)",
-    ]
-    first, second = choice_lines(call(10.0, 10.1, 20.0, is_steady=False))
-    assert first == " 1.010 forward rms_norm 0.3 x=8x8-bf16"
-    assert second.endswith("xla 20.00 µs (1) (the same) (not steady)")
-    assert choice_lines(call(1.0, 1.0, 1.0, candidates=())) == [" not measured: forward rms_norm 0.3 x=8x8-bf16"]
+def test_a_call_s_title_has_the_ratio():
+    title, *lines = result_lines(call(10.0, 10.1, 9.7))
+    assert title == " forward rms_norm 0.3 x=8x8-bf16; best / None 0.970 !!"
+    assert [line.split("  ")[3] for line in lines] == ["xla", "mosaic", "None: mosaic"]
+    title, *_ = result_lines(call(10.0, 10.1, 20.0, is_steady=False))
+    assert title == " forward rms_norm 0.3 x=8x8-bf16; best / None 1.010; not steady"
 
 
 @pytest.mark.parametrize(
@@ -209,49 +205,45 @@ def test_behind_is_both_3_percent_and_half_a_microsecond(ours, theirs, behind):
 def test_the_summary_has_the_least_ratio_and_all_below_the_bar():
     kept, slow = call(10.0, 9.81, 20.0), call(10.0, 10.0, 9.0, spec="0.4")
     assert choice.is_kept(results(kept))
-    assert choice_summary(results(kept)) == [
+    assert summary(results(kept)) == [
         "rms_norm forward: 1 calls, best / None at least 0.981, mean 0.981",
-        "1 of 1 calls measured, 0 below 0.98, the least ratio 0.981",
-        "0 more than 3 % and 0.5 µs behind the fastest; geometric mean of the ratios 0.981",
+        "1 of 1 calls measured, 0 below 0.98, the least ratio 0.981, their mean 0.981",
+        "0 more than 3 % and 0.5 µs behind the fastest",
     ]
     assert not choice.is_kept(results(kept, slow))
-    assert choice_summary(results(kept, slow))[1:] == [
-        *choice_lines(slow),
-        "2 of 2 calls measured, 1 below 0.98, the least ratio 0.900",
-        "1 more than 3 % and 0.5 µs behind the fastest; geometric mean of the ratios 0.940",
+    assert summary(results(kept, slow))[1:] == [
+        *result_lines(slow),
+        "2 of 2 calls measured, 1 below 0.98, the least ratio 0.900, their mean 0.940",
+        "1 more than 3 % and 0.5 µs behind the fastest",
     ]
     broken = call(1.0, 1.0, 1.0, candidates=(), problems=(Problem(candidate="None", message="no memory"),))
     assert not choice.is_kept(results(kept, broken))
-    assert choice_summary(results(kept, broken, left_out=("linear 3: died",)))[1:] == [
-        *choice_lines(broken),
+    assert summary(results(kept, broken, left_out=("linear 3: died",)))[1:] == [
+        " forward rms_norm 0.3 x=8x8-bf16; not measured",
         "      failed: None: no memory",
+        "1 of 2 calls measured, 0 below 0.98, the least ratio 0.981, their mean 0.981",
+        "0 more than 3 % and 0.5 µs behind the fastest",
         "left out: linear 3: died",
-        "1 of 2 calls measured, 0 below 0.98, the least ratio 0.981",
-        "0 more than 3 % and 0.5 µs behind the fastest; geometric mean of the ratios 0.981",
     ]
     assert not choice.is_kept(results(kept, left_out=("linear 3: died",)))
 
 
 @pytest.fixture
 def invoke(tmp_path, monkeypatch):
-    """Runs `xlafuse bench choice` with a worker in this process, whose calls take such times; returns what it wrote."""
+    """Runs `xlafuse bench choice` with calls that take such times; returns what it wrote."""
 
     def run(*words, times=None):
-        def timed(item, settings, sampler, programs):
-            assert not programs
-            op, _, number = item.partition(" ")
-            for mode in settings.modes:
-                yield call(*times[int(number)], op=op, phase=mode, spec=f"{settings.seed}.{number}")
+        def measured(measure, benchmark, items, settings, stall, keep):
+            assert benchmark == "choice"
+            shapes = [
+                call(*times[int(item.split()[1])], op=item.split()[0], phase=mode, spec=f"{settings.seed}.{item[-1]}")
+                for item in items
+                for mode in settings.modes
+            ]
+            return Run(started="", environment=H200, settings={}, shapes=tuple(shapes)), None
 
-        def run_worker(command, folder, settings, keep, stall):
-            assert json.loads((folder / "request.json").read_text())["benchmark"] == "choice"
-            code = worker.main(folder)
-            return None if code == worker.DONE else f"ended with exit code {code}"
-
-        monkeypatch.setattr(supervisor, "_run_worker", run_worker)
         if times is not None:
-            monkeypatch.setattr(worker, "bench_choice", timed)
-            monkeypatch.setattr(worker, "require_gpu", lambda: None)
+            monkeypatch.setattr(supervisor, "_measured", measured)
         return CliRunner().invoke(app, ["bench", "choice", "-o", str(tmp_path / "out.json"), *words])
 
     return run
@@ -264,11 +256,10 @@ def test_the_command_writes_what_it_measured_and_exits_by_the_bar(invoke, tmp_pa
     (run,) = load(tmp_path / "out.json").runs
     assert [result.key for result in run.shapes] == [("linear", "5.0", "forward")]
     assert choice.ratio(run.shapes[0]) == 1
-    assert (run.settings["seed"], run.settings["until"], run.left_out) == (5, None, ())
     done = invoke("--op", "linear", "--op", "rope", "--numbers", "1,0,1", "--seconds", "9", times=times)
     assert done.exit_code == 1, done.output
     assert "rope grad: 2 calls, best / None at least 0.900" in done.output
-    assert "8 of 8 calls measured, 4 below 0.98, the least ratio 0.900" in done.output
+    assert "8 of 8 calls measured, 4 below 0.98, the least ratio 0.900, their mean 0.949" in done.output
     assert len(load(tmp_path / "out.json").shapes) == 8
 
 

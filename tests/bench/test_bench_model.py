@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from xlafuse.bench import candidates, model, timing
-from xlafuse.bench.model import PHASES, bench_model, least_bytes, model_lines, refused
+from xlafuse.bench.model import PHASES, bench_model, least_bytes, refused
 from xlafuse.bench.settings import ModelSettings
 from xlafuse.models import BlockConfig
 from xlafuse.models.decoder import PRESETS, Decoder, DecoderConfig, get_decoder
@@ -45,7 +45,6 @@ def test_every_phase_is_measured(is_scanned):
         assert first.peak_bytes > result.bytes
         tokens = 2 if result.phase == "decode" else 16
         assert first.tokens_per_second == pytest.approx(tokens / first.timing.wall_us * 1e6)
-        assert len(model_lines(result)) == 3
 
 
 SMALL = BlockConfig(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
-import textwrap
+import multiprocessing
+import os
+import time
+import warnings
 
 import pytest
 
@@ -27,9 +29,9 @@ from xlafuse.bench.results import (
 )
 from xlafuse.bench.rows import rows
 from xlafuse.bench.settings import Settings
-from xlafuse.bench.supervisor import BenchError
-from xlafuse.bench.text import kernel_lines, kernel_summary, problem_lines
+from xlafuse.bench.text import result_lines, summary
 from xlafuse.bench.timing import Timing
+from xlafuse.bench.worker import BenchError
 
 H200 = Environment(device_kind="NVIDIA H200", platform_version="cuda 13", python="3.12", packages={"jax": "0.11.2"})
 
@@ -115,83 +117,88 @@ def test_merging_keeps_the_last_measurement_of_a_shape():
         merge([first, results(shape("c"), environment=other)])
 
 
-def test_a_line_has_time_rate_share_and_ratios():
-    first, *variants = kernel_lines(shape(problems=(Problem(candidate="torch_compile", message="a\nb"),)))
-    assert first.split() == (
-        "fwd 32768x4096-bf16 mosaic 250.00 µs 4000 GB/s 98 % xla 2.00 liger 1.20".split()  # noqa: SIM905
+def test_a_result_has_a_line_for_each_candidate_with_time_ratio_rate_and_share():
+    title, *lines, problem = result_lines(shape(problems=(Problem(candidate="torch_compile", message="a\nb"),)))
+    assert title == " forward rms_norm 32768x4096-bf16"
+    assert [line.split()[0] for line in lines] == ["xla", "mosaic", "liger", "variant:"]
+    assert " ".join(lines[1].split()) == (
+        "mosaic 250.00 µs ×2.000 4000 GB/s 98 % of the ceiling 1 launches, wall 250.0 µs"
     )
-    assert variants == ["      variant: a: 240.00 µs, 1.042 of it"]
-    assert problem_lines(shape(problems=(Problem(candidate="t", message="a\nb"),))) == ["      failed: t: a b"]
-    assert "not measured" in kernel_lines(shape(candidates=()))[0]
+    assert problem == "      failed: torch_compile: a b"
+    assert result_lines(shape(candidates=())) == [" forward rms_norm 32768x4096-bf16; not measured"]
 
 
 def test_matrix_products_have_teraflops():
-    product = shape(spec="8192-4096-4096-bfloat16", us=500.0, op="linear")
-    assert "  550 TF/s" in kernel_lines(product)[0]  # 2 * 8192 * 4096 * 4096 operations
-    assert "GB/s" in kernel_lines(shape(us=500.0))[0]
+    product = shape(spec="8192-4096-4096-bfloat16", us=500.0, op="linear", bytes=10**8)
+    assert "  550 TF/s" in result_lines(product)[2]  # 2 * 8192 * 4096 * 4096 operations
+    assert "GB/s" in result_lines(shape(us=500.0))[2]
 
 
-def test_summary_has_geometric_means_of_large_shapes():
-    small = shape("1x4096", bytes=1000, us=1.0)
-    lines = kernel_summary(results(shape(us=250.0), shape("b", us=125.0), small, left_out=("softmax: died",)))
-    share = 100 * math.sqrt(245 / 250 * 245 / 125)
-    assert lines == [f"rms_norm forward: {share:.0f} % of the ceiling  xla 2.83  liger 1.70  (2 shapes)",
-                     "left out: softmax: died"]  # fmt: skip
+def test_a_model_is_compared_by_its_wall_clock():
+    slow, fast = (dataclasses.replace(measured(name, "strategy", 100.0), tokens_per_second=us) for name, us in
+                  (("xla", 1e4), ("best", 2e4)))  # fmt: skip
+    fast = dataclasses.replace(fast, timing=dataclasses.replace(fast.timing, wall_us=50.0), compile_seconds=1.5)
+    _, _, line = result_lines(shape(op="tiny, 2 layers", candidates=(slow, fast), ceiling=None))
+    assert "×2.000  20000 tokens/s" in line
+    assert "lower 0.0 + compile 1.5 s" in line
+
+
+def test_summary_has_the_table_of_means_and_what_was_left_out():
+    kept = results(shape(us=250.0), shape("b", us=125.0), left_out=("softmax: died",))
+    table, last = summary(kept)
+    assert "| `rms_norm` | forward | 139 % | 2.83 | 1.70 | 2 |" in table
+    assert last == "left out: softmax: died"
     assert math.isnan(geometric_mean([]))
 
 
-def test_worker_measures_and_writes_after_every_shape(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(worker, "bench_operation", lambda op, settings, sampler: iter([shape(op=op.name), "b: late"]))
-    assert worker.measure(["rms_norm"], Settings(), tmp_path) == worker.DONE
-    kept = load(tmp_path / "results.json")
-    assert kept.runs[0].left_out == ("b: late",)
-    assert kept.runs[0].settings["seconds"] is None
-    assert kept.runs[0].environment.device_kind == "cpu"
-    assert (tmp_path / "progress.txt").read_text() == "rms_norm"
-    assert capsys.readouterr().out.startswith("rms_norm\n fwd 32768x4096-bf16")
+def test_the_process_sends_what_it_measures(monkeypatch, capsys):
+    sent = []
+    monkeypatch.setitem(worker.BENCHMARKS, "kernels", lambda op, *_: iter([shape(op=op), "b: late"]))
+    worker.measure(sent.append, "kernels", ["rms_norm"], Settings())
+    assert sent[0].device_kind == "cpu"
+    assert sent[1:] == [("begun", "rms_norm"), shape(), "b: late"]
+    assert capsys.readouterr().out.startswith("rms_norm\n forward rms_norm 32768x4096-bf16")
 
 
-def test_worker_stops_when_the_gpu_no_longer_answers(tmp_path, monkeypatch):
+def test_the_process_ends_when_the_gpu_no_longer_answers(monkeypatch):
+    sent = []
     broken = shape(problems=(Problem(candidate="mosaic", message="illegal address"),))
-    monkeypatch.setattr(worker, "bench_operation", lambda *_: iter([broken, shape("never")]))
+    monkeypatch.setitem(worker.BENCHMARKS, "kernels", lambda *_: iter([broken, shape("never")]))
     monkeypatch.setattr(worker, "gpu_answers", lambda: False)
-    assert worker.measure(["rms_norm"], Settings(), tmp_path) == worker.GPU_LOST
-    assert [s.spec for s in load(tmp_path / "results.json").shapes] == [broken.spec]
+    with pytest.raises(SystemExit):
+        worker.measure(sent.append, "kernels", ["rms_norm"], Settings())
+    assert sent[2:] == [broken]
 
 
-SCRIPT = """
-    import json, pathlib, sys, time
-    folder = pathlib.Path(sys.argv[-1])
-    kept = json.loads(pathlib.Path(__file__).with_name("one_shape.json").read_text())
-    (one,), shapes = kept["runs"][0]["shapes"], []
-    for op in json.loads((folder / "request.json").read_text())["operations"]:
-        (folder / "progress.txt").write_text(op)
-        if op == "refused":
-            (folder / "error.txt").write_text("no GPU here")
-            sys.exit(2)
-        if op == "dies":
-            sys.exit(9)
-        if op == "hangs":
-            time.sleep(60)
-        shapes.append({**one, "op": op})
-        kept["runs"][0]["shapes"] = shapes
-        (folder / "results.json").write_text(json.dumps(kept))
-"""
+def does_as_called(sender, benchmark, items, settings):
+    """Measures operations that are named after what becomes of their process."""
+    sender.send(H200)
+    for item in items:
+        sender.send(("begun", item))
+        match item:
+            case "refused":
+                sender.send(BenchError("no GPU here"))
+            case "dies":
+                os._exit(9)
+            case "hangs":
+                time.sleep(60)
+            case "left out":
+                sender.send("tiny decode 1x8: too many positions")
+            case _:
+                sender.send(shape(op=item, seconds=float(len(items))))
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Runs the supervisor over a worker that does as its operations are called."""
-    write(tmp_path / "one_shape.json", results(shape()))
-    script = tmp_path / "worker.py"
-    script.write_text(textwrap.dedent(SCRIPT))
+def run(tmp_path, monkeypatch):
+    """Runs the supervisor over a process that does as its operations are called; it is forked, to start at once."""
+    monkeypatch.setattr(supervisor, "get_context", lambda _: multiprocessing.get_context("fork"))
 
-    def measure(*operations, stall_seconds=60.0):
+    def measure(*items, **more):
         output = tmp_path / "out.json"
-        measured = supervisor.run(
-            operations, Settings(), output, stall_seconds=stall_seconds, worker=(sys.executable, str(script))
-        )
-        assert load(output) == measured
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of forks beside JAX's threads
+            measured = supervisor.run(items, Settings(), output, measure=does_as_called, **more)
+        assert load(output).shapes == measured.shapes
         return measured
 
     return measure
@@ -200,55 +207,43 @@ def run(tmp_path):
 def test_a_process_that_dies_costs_one_operation(run):
     got = run("a", "dies", "b")
     assert [s.op for s in got.shapes] == ["a", "b"]
-    assert got.runs[-1].left_out == ("dies: the measuring process ended with exit code 9",)
+    assert got.runs[0].left_out == ("dies: the measuring process ended with exit code 9",)
+    assert got.runs[0].settings["seconds"] is None
 
 
 def test_a_process_that_hangs_is_ended(run):
-    got = run("a", "hangs", stall_seconds=8.0)
+    got = run("a", "hangs", stall_seconds=4.0)
     assert [s.op for s in got.shapes] == ["a"]
-    assert got.runs[-1].left_out == ("hangs: the measuring process was ended after 8 s without a result",)
+    assert got.runs[-1].left_out == ("hangs: the measuring process was ended after 4 s without a result",)
 
 
-def test_refusal_and_nothing_measured_are_errors(run):
-    with pytest.raises(BenchError, match="no GPU here"):
-        run("refused")
-    with pytest.raises(BenchError, match=r"nothing was measured: dies: .* exit code 9"):
-        run("dies")
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        ("refused", "no GPU here"),
+        ("dies", r"nothing was measured: dies: .* exit code 9"),
+        ("left out", "nothing was measured: tiny decode 1x8: too many positions"),
+    ],
+)
+def test_refusal_and_nothing_measured_are_errors(run, item, told):
+    with pytest.raises(BenchError, match=told):
+        run(item)
 
 
-def test_each_case_of_a_model_has_a_process(tmp_path, monkeypatch):
+def test_each_case_of_a_model_has_a_process(run):
     """Wall clock is taken before CUPTI has been in use."""
-    asked = []
-
-    def run_worker(command, folder, *_):
-        asked.append(json.loads((folder / "request.json").read_text())["operations"])
-        write(folder / "results.json", results(shape(op=asked[-1][0])))
-
-    monkeypatch.setattr(supervisor, "_run_worker", run_worker)
-    cases = ["decode 1x8", "train 1x8"]
-    got = supervisor.run(cases, Settings(), tmp_path / "out.json", benchmark="model")
-    assert asked == [["decode 1x8"], ["train 1x8"]]
-    assert [each.op for each in got.shapes] == cases
-    assert load(tmp_path / "out.json") == got
-
-
-def test_why_nothing_was_measured_is_told(tmp_path, monkeypatch):
-    def run_worker(command, folder, *_):
-        write(folder / "results.json", results(left_out=("tiny decode 1x8: too many positions",)))
-
-    monkeypatch.setattr(supervisor, "_run_worker", run_worker)
-    with pytest.raises(BenchError, match="nothing was measured: tiny decode 1x8: too many positions"):
-        supervisor.run(["decode 1x8"], Settings(), tmp_path / "out.json", benchmark="model")
+    assert [each.seconds for each in run("decode 1x8", "train 1x8", benchmark="model").shapes] == [1, 1]
+    assert [each.seconds for each in run("a", "b").shapes] == [2, 2]
 
 
 def test_memory_is_left_to_pytorch_where_it_runs():
     name = "XLA_PYTHON_CLIENT_PREALLOCATE"
     for peer in ("liger", "fa4_deterministic", "quack"):
-        assert supervisor.worker_environment(Settings(peers=(peer,)), {})[name] == "false"
+        assert worker.worker_environment(Settings(peers=(peer,)), {})[name] == "false"
     with_liger = Settings(peers=("fa3", "liger"))
-    assert supervisor.worker_environment(with_liger, {name: "true"})[name] == "true"
-    assert supervisor.worker_environment(Settings(peers=("fa3",)), {}) == {}
-    assert supervisor.worker_environment(Settings(variants=True), {}) == {"MOSAIC_GPU_DUMP_PTXAS": "1"}
+    assert worker.worker_environment(with_liger, {name: "true"})[name] == "true"
+    assert worker.worker_environment(Settings(peers=("fa3",)), {}) == {}
+    assert worker.worker_environment(Settings(variants=True), {}) == {"MOSAIC_GPU_DUMP_PTXAS": "1"}
 
 
 def test_real_operation_has_bench_specs():

@@ -20,7 +20,6 @@ from hlo_analysis.capture.lowering import gradient
 from xlafuse.bench.candidates import checked, timed
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Problem, ShapeResult
-from xlafuse.bench.rows import RIDGE
 from xlafuse.bench.settings import BlockSettings
 from xlafuse.bench.timing import Candidate, buffer_sets
 from xlafuse.comparison import fit_plan
@@ -176,24 +175,3 @@ def perfect_bytes(config: BlockConfig, shape: tuple[int, int], mode: str) -> int
         sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(tree)) for tree in (params, x)
     )
     return 2 * (weights + 2 * tokens) if mode == "grad" else weights + 2 * tokens
-
-
-def rate(result: ShapeResult, name: str) -> str:
-    """Formats a candidate's rate: TF/s of the matrix products for many tokens, GB/s of all arrays for few."""
-    done = flops(get_preset(result.op), batch_and_length(result.spec), result.phase)
-    if done < RIDGE * result.bytes:
-        return f"{result.gigabytes_per_second(name):.0f} GB/s"
-    return f"{done / result.microseconds(name) / 1e6:.0f} TF/s"
-
-
-def activity_words(result: ShapeResult) -> str:
-    """Formats the range of clock and power while the candidates took turns; "" if nvidia-smi gave no samples."""
-    if result.activity is None or not result.activity.samples:
-        return ""
-    found = result.activity.quantities
-    parts = []
-    if clock := found.get("sm_clock_mhz"):
-        parts.append(f"{clock.least:.0f}–{clock.most:.0f} MHz")
-    if power := found.get("power_watts"):
-        parts.append(f"{power.least:.0f}–{power.most:.0f} W")
-    return ", ".join(parts)

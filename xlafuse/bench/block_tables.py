@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from xlafuse.bench.block import activity_words, batch_and_length, rate
+from xlafuse.bench.block import batch_and_length
 from xlafuse.bench.results import Results, ShapeResult, markdown_table
-from xlafuse.bench.rows import RIVALS
+from xlafuse.bench.rows import RIVALS, rate
 
 _MODES = {"forward": "forward", "grad": "forward + backward"}
 
@@ -113,3 +113,12 @@ def _caption(results: Results) -> str:
 
 def _shown(us: float) -> str:
     return f"{us:.0f}" if us >= 1000 else f"{us:.1f}"
+
+
+def activity_words(result: ShapeResult) -> str:
+    """Formats the range of clock and power while the candidates took turns; "" if nvidia-smi gave no samples."""
+    found = result.activity.quantities if result.activity and result.activity.samples else {}
+    units = {"sm_clock_mhz": "MHz", "power_watts": "W"}
+    return ", ".join(
+        f"{found[name].least:.0f}–{found[name].most:.0f} {unit}" for name, unit in units.items() if name in found
+    )

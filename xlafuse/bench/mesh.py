@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -280,17 +279,3 @@ def _peak(device: Any) -> float:
     """FLOP/s of products of bfloat16, by the data sheet; NaN if the GPU is not described."""
     known = PEAKS.get(device.device_kind)
     return float("nan") if known is None else dict(known.matrix_flops)["bf16"]
-
-
-def mesh_lines(result: ShapeResult) -> list[str]:
-    """Formats a case: milliseconds, speed-up over the first strategy, tokens a second a GPU and MFU of each."""
-    lines = [f" {result.phase} {result.op} {result.spec}"]
-    base = next((each.timing.wall_us for each in result.candidates if each.kind == "strategy"), float("nan"))
-    for each in result.candidates:
-        share = each.flops_share or float("nan")
-        mfu = f"MFU {100 * share:.1f} %" if isfinite(share) else ""
-        lines.append(
-            f"      {each.name:<12} {each.timing.wall_us / 1e3:8.2f} ms  ×{base / each.timing.wall_us:.3f}  "
-            f"{each.tokens_per_second or 0:7.0f} tokens/s a GPU  {mfu}"
-        )
-    return lines

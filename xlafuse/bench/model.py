@@ -250,20 +250,3 @@ def _summary(phase: str, result: Any) -> list[jax.Array]:
     if phase == "forward":
         return [result]
     return [result[2]] if phase == "train" else jax.tree.leaves(jax.tree.map(jnp.copy, result[1]))
-
-
-def model_lines(result: ShapeResult) -> list[str]:
-    """Formats a phase: each candidate's wall clock, tokens a second, kernel time, compile seconds and memory."""
-    base = next((c for c in result.candidates if c.name == BASELINE), None)
-    lines = [f" {result.phase} {result.op} {result.spec}"]
-    for each in result.candidates:
-        timing, made = each.timing, f"lower {each.lower_seconds or 0:.1f} + compile {each.compile_seconds or 0:.1f} s"
-        wall, kernels = (
-            f"×{getattr(base.timing, of) / getattr(timing, of):.3f}" if base else "–" for of in ("wall_us", "median_us")
-        )
-        lines.append(
-            f"      {each.name:<21} wall {timing.wall_us:9.1f} µs {wall}  {each.tokens_per_second or 0:7.0f} tokens/s  "
-            f"kernels {timing.median_us:9.1f} µs {kernels} in {len(timing.kernels)}  {made}  "
-            f"{(each.peak_bytes or 0) / 1e9:.1f} GB"
-        )
-    return lines

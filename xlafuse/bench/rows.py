@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from pallas_kernels import REGISTRY
 from pallas_kernels.specs import plain
+from xlafuse.bench.block import batch_and_length, flops
 from xlafuse.bench.results import Results, ShapeResult, rivals
 from xlafuse.bench.settings import PHASES
+from xlafuse.models import PRESETS, get_preset
 
 RIVALS = {
     "xla": "XLA",
@@ -96,7 +98,9 @@ def rival_names(table: Iterable[Row]) -> list[str]:
 
 
 def product_flops(shape: ShapeResult) -> int | None:
-    """Counts the FLOPs of a shape's matrix products; None if the operation has none or is unknown."""
+    """Counts the FLOPs of a shape's matrix products; None if the operation or block has none or is unknown."""
+    if shape.op in PRESETS:
+        return flops(get_preset(shape.op), batch_and_length(shape.spec), shape.phase)
     op = REGISTRY.get(shape.op)
     if op is None or op.flops is None:
         return None
@@ -121,3 +125,10 @@ def teraflops_per_second(shape: ShapeResult, name: str) -> float | None:
     flops = product_flops(shape)
     timed = next((c.timing.median_us for c in shape.candidates if c.name == name), None)
     return None if flops is None or timed is None else flops / timed / 1e6
+
+
+def rate(shape: ShapeResult, name: str) -> str:
+    """Formats a candidate's rate: TF/s where matrix products set the time, else GB/s of a perfect kernel's bytes."""
+    if is_bound_by_products(shape):
+        return f"{teraflops_per_second(shape, name):.0f} TF/s"
+    return f"{shape.gigabytes_per_second(name):.0f} GB/s"

@@ -1,103 +1,88 @@
-"""Process that measures: `python -m xlafuse.bench.worker FOLDER`, started by `xlafuse.bench.supervisor`.
-
-FOLDER holds request.json. The worker writes results.json after every shape, the current operation into progress.txt,
-and error.txt if it cannot carry out the request. It exits with 0 when everything was measured, with 2 after writing
-error.txt, and with 3 when the GPU no longer answers this process.
-"""
+"""Measures in a process of its own, which `xlafuse.bench.supervisor` starts, and sends each result to that."""
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
 from itertools import repeat
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from pydantic import TypeAdapter
 
 from pallas_kernels import get_op
-from xlafuse.bench.block import BlockSettings, bench_block
-from xlafuse.bench.choice import ChoiceSettings, bench_choice, compile_ahead
-from xlafuse.bench.environment import Sampler, environment, sampling
-from xlafuse.bench.kernels import Settings, bench_operation, require_gpu
-from xlafuse.bench.mesh import MeshSettings, bench_mesh, mesh_lines
-from xlafuse.bench.model import ModelSettings, bench_model, model_lines
-from xlafuse.bench.results import Results, Run, ShapeResult, write
-from xlafuse.bench.text import block_lines, choice_lines, kernel_lines, problem_lines
+from xlafuse.bench import ptxas
+from xlafuse.bench.block import bench_block
+from xlafuse.bench.choice import bench_choice, compile_ahead
+from xlafuse.bench.environment import environment, sampling
+from xlafuse.bench.kernels import bench_operation, require_gpu
+from xlafuse.bench.mesh import bench_mesh
+from xlafuse.bench.model import bench_model
+from xlafuse.bench.results import ShapeResult
+from xlafuse.bench.text import result_lines
 from xlafuse.errors import XlafuseError
 
-DONE, REFUSED, GPU_LOST = 0, 2, 3
-AnySettings = Settings | BlockSettings | ChoiceSettings | MeshSettings | ModelSettings
-_KINDS: Mapping[str, type[AnySettings]] = {
-    "kernels": Settings,
-    "block": BlockSettings,
-    "choice": ChoiceSettings,
-    "mesh": MeshSettings,
-    "model": ModelSettings,
+GPU_LOST = 3
+_PYTORCH_PEERS = ("torch", "liger", "fa4", "quack")
+"""Prefixes of the names of peers that run in PyTorch."""
+BENCHMARKS: Mapping[str, Callable[..., Iterator[ShapeResult | str]]] = {
+    "kernels": lambda name, *more: bench_operation(get_op(name), *more),
+    "block": bench_block,
+    "choice": bench_choice,
+    "mesh": bench_mesh,
+    "model": bench_model,
 }
+"""What yields the results of an item by benchmark, or a str for one that it leaves out."""
 
 
-def main(folder: Path) -> int:
-    """Carries out the request in `folder`; returns the exit status."""
-    request = json.loads((folder / "request.json").read_text())
+class BenchError(XlafuseError, RuntimeError):
+    """Nothing could be measured; the message gives the reason."""
+
+
+def main(sender: Connection, benchmark: str, items: Sequence[str], settings: Any) -> None:
+    """Measures the items, or sends why it cannot."""
+    os.environ.update(worker_environment(settings, os.environ))
     try:
-        settings = TypeAdapter(_KINDS[request["benchmark"]]).validate_python(request["settings"])
         require_gpu()
-        with sampling() as sampler:
-            return measure(request["operations"], settings, folder, sampler)
+        measure(sender.send, benchmark, items, settings)
     except XlafuseError as error:
-        (folder / "error.txt").write_text(str(error))
-        return REFUSED
+        sender.send(BenchError(str(error)))
 
 
-def measure(operations: Sequence[str], settings: AnySettings, folder: Path, sampler: Sampler | None = None) -> int:
-    """Measures operations, block shapes or calls one after another; prints each result and writes it into `folder`."""
-    run: dict[str, Any] = {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": environment(),
-        "settings": _finite(asdict(settings)),
-    }
-    shapes: list[ShapeResult] = []
-    left_out: list[str] = []
-    ahead = zip(compile_ahead(operations, settings)) if isinstance(settings, ChoiceSettings) else repeat(())
-    results, lines = _benchmark(settings)
-    for name in operations:
-        (folder / "progress.txt").write_text(name)
-        print(name, flush=True)
-        for result in results(name, settings, sampler, *next(ahead)):
-            if isinstance(result, str):
-                left_out.append(result)
-                continue
-            shapes.append(result)
-            print("\n".join((*lines(result), *problem_lines(result))), flush=True)
-            write(
-                folder / "results.json",
-                Results(runs=(Run(**run, shapes=tuple(shapes), left_out=tuple(left_out)),)),
-            )
-            if result.problems and not gpu_answers():
-                return GPU_LOST
-    write(folder / "results.json", Results(runs=(Run(**run, shapes=tuple(shapes), left_out=tuple(left_out)),)))
-    return DONE
+def measure(send: Callable[[Any], None], benchmark: str, items: Sequence[str], settings: Any) -> None:
+    """Measures items one after another; prints each result.
+
+    It sends the environment, then for each item its name as ("begun", item), and what the benchmark yields of it. It
+    ends the process if the GPU no longer answers.
+    """
+    ahead = zip(compile_ahead(items, settings)) if benchmark == "choice" else repeat(())
+    send(environment())
+    with sampling() as sampler:
+        for item in items:
+            send(("begun", item))
+            print(item, flush=True)
+            for result in BENCHMARKS[benchmark](item, settings, sampler, *next(ahead)):
+                send(result)
+                if isinstance(result, ShapeResult):
+                    print("\n".join(result_lines(result)), flush=True)
+                    if result.problems and not gpu_answers():
+                        sys.exit(GPU_LOST)
 
 
-def _benchmark(settings: AnySettings) -> tuple[Callable[..., Iterator[ShapeResult | str]], Callable[..., list[str]]]:
-    """Returns what yields the results of an item, and what formats one."""
-    match settings:
-        case BlockSettings():
-            return bench_block, block_lines
-        case ChoiceSettings():
-            return bench_choice, choice_lines
-        case MeshSettings():
-            return bench_mesh, mesh_lines
-        case ModelSettings():
-            return bench_model, model_lines
-        case Settings():
-            return lambda name, *more: bench_operation(get_op(name), *more), kernel_lines
+def worker_environment(settings: Any, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables of a process that measures.
+
+    If PyTorch runs beside JAX, JAX must not preallocate the memory. If it times a kernel's configurations, ptxas
+    reports the spills and serialized products of each.
+    """
+    added = {}
+    if any(name.startswith(_PYTORCH_PEERS) for name in getattr(settings, "peers", ())):
+        added["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    if getattr(settings, "variants", False):
+        added[ptxas.VARIABLE] = "1"
+    return {**added, **environment}
 
 
 def gpu_answers() -> bool:
@@ -106,11 +91,3 @@ def gpu_answers() -> bool:
         return float(jnp.sum(jax.device_put(jnp.ones(8)))) == 8
     except Exception:
         return False
-
-
-def _finite(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if value == float("inf") else value for name, value in settings.items()}
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

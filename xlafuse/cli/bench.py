@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,14 +44,13 @@ def _kernels(settings: Settings, output: Output, op: Operations = None) -> None:
     from pallas_kernels import REGISTRY
     from xlafuse.bench import peers
     from xlafuse.bench.kernels import check_match
-    from xlafuse.bench.text import kernel_summary
 
     operations = tuple(op or REGISTRY)
     _check("operation", operations, REGISTRY)
     _check("phase", settings.phases, PHASES)
     peers.check_names(settings.peers)
     check_match(operations, settings.match)
-    results = _measured("kernels", operations, settings, output, kernel_summary)
+    results = _measured("kernels", operations, settings, output)
     raise typer.Exit(0 if _is_complete(results, {"xla", "mosaic", "triton"}) else 1)
 
 
@@ -70,7 +69,6 @@ def _block(
     Needs an NVIDIA GPU. Exits with 0 if every strategy was measured, 1 if one failed, 2 on bad input or no GPU.
     """
     from xlafuse.bench.block import PEERS
-    from xlafuse.bench.text import block_summary
     from xlafuse.models import get_preset
     from xlafuse.strategies import STRATEGIES
 
@@ -80,7 +78,7 @@ def _block(
     _check("mode", names(modes), MODES)
     _check("peer", settings.peers, PEERS)
     cases = _cases(names(shapes), names(modes))
-    results = _measured("block", cases, settings, output, block_summary, stall_seconds=200.0)
+    results = _measured("block", cases, settings, output, stall_seconds=200.0)
     raise typer.Exit(0 if _is_complete(results, settings.strategies) else 1)
 
 
@@ -98,7 +96,6 @@ def _model(
     was measured, 1 if one failed, 2 on bad input or no GPU.
     """
     from xlafuse.bench import model
-    from xlafuse.bench.text import left_out
     from xlafuse.models.decoder import get_decoder
 
     get_decoder(settings.model)
@@ -106,7 +103,7 @@ def _model(
     _check("phase", names(phases), model.PHASES)
     _check("peer", settings.peers, model.PEERS)
     cases = _cases(names(shapes), names(phases))
-    results = _measured("model", cases, settings, output, left_out, stall_seconds=300.0)
+    results = _measured("model", cases, settings, output, stall_seconds=300.0)
     raise typer.Exit(0 if _is_complete(results, settings.strategies) else 1)
 
 
@@ -129,7 +126,6 @@ def _mesh(
     GPU.
     """
     from xlafuse.bench import mesh
-    from xlafuse.bench.text import left_out
     from xlafuse.models.decoder import get_decoder
     from xlafuse.models.shardings import PARALLEL, layout_of, parse_mesh
 
@@ -143,7 +139,7 @@ def _mesh(
             layout_of(parse_mesh(settings.mesh), kind)
     kinds = [f"{phase} {kind}" for phase in names(phases) for kind in names(parallel)]
     cases = _cases(names(shapes), [each for each in kinds if not each.startswith("train") or each == "train fsdp"])
-    results = _measured("mesh", cases, settings, output, left_out, stall_seconds=400.0)
+    results = _measured("mesh", cases, settings, output, stall_seconds=400.0)
     raise typer.Exit(0 if _is_complete(results, settings.strategies) else 1)
 
 
@@ -164,7 +160,6 @@ def _choice(
     """
     from pallas_kernels import REGISTRY
     from xlafuse.bench.choice import is_kept
-    from xlafuse.bench.text import choice_summary
 
     operations = tuple(op or REGISTRY)
     _check("operation", operations, REGISTRY)
@@ -174,7 +169,7 @@ def _choice(
             raise InputError(f"expected numbers of calls with commas between, as 3,17, got {number!r}")
     drawn = [int(number) for number in names(numbers)] or range(count)
     calls = tuple(dict.fromkeys(f"{name} {number}" for name in operations for number in drawn))
-    results = _measured("choice", calls, settings, output, choice_summary)
+    results = _measured("choice", calls, settings, output)
     raise typer.Exit(0 if is_kept(results) else 1)
 
 
@@ -283,10 +278,10 @@ def _measured(
     items: Sequence[str],
     settings: Any,
     output: Path,
-    summary: Callable[[Results], list[str]],
     **options: Any,
 ) -> Results:
     from xlafuse.bench import supervisor
+    from xlafuse.bench.text import summary
 
     results = supervisor.run(items, settings, output, benchmark=benchmark, **options)
     for line in summary(results):
