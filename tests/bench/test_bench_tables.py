@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,48 @@ def test_merge_and_show(script, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.count("failed: liger: no such thing") == 2
     assert "variant: a                240.00 µs" in shown
+
+
+REPORT = """<?xml version="1.0" encoding="utf-8"?>
+<testsuites><testsuite name="pytest" errors="1" failures="1" skipped="1" tests="4" time="12.34">
+<testcase classname="tests.gpu" name="test_a[x]" time="1"/>
+<testcase classname="tests.gpu" name="test_a[y]" time="1"><failure message="AssertionError: off&#10;by 2">x</failure>
+</testcase>
+<testcase classname="tests.gpu" name="test_b" time="1"><error message="failed on setup">x</error></testcase>
+<testcase classname="tests.gpu" name="test_c" time="1"><skipped message="no GPU">x</skipped></testcase>
+</testsuite></testsuites>
+"""
+
+
+def test_pytest_report_is_counted_and_told(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(script, "gpu_state", lambda: {"gpu": "NVIDIA H200"})
+    monkeypatch.setenv("XLAFUSE_COMMIT", "abc1234")
+    (tmp_path / "tests.xml").write_text(REPORT)
+    kept = tmp_path / "kept.json"
+    assert script.main(["--tests", str(tmp_path / "tests.xml"), "-o", str(kept)]) == 0
+    text = script.checks(kept, tmp_path / "nothing.json")
+    assert text.startswith("`tests/gpu` on one NVIDIA H200, 20")
+    assert "commit abc1234: 1 passed, 2 failed, 1 skipped (" in text
+    assert text.endswith("Failed: test_a[y]: AssertionError: off. Failed: test_b: failed on setup.")
+    assert script.main(["--tests", str(tmp_path / "nothing.xml")]) == 2
+    assert "expected pytest's XML report" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "told"),
+    [
+        ({"planted fault": "faults", "rope": "clean", "softmax": "clean"}, "2 operations clean."),
+        (
+            {"planted fault": "faults", "softmax": "faults", "rope": "failed"},
+            "reports faults of `softmax` as far as the tool came (it died in other calls of `rope`).",
+        ),
+        ({"rope": "clean", "planted fault": "clean"}, "1 operations clean, but it did not see the planted fault."),
+    ],
+)
+def test_sanitizer_is_told_without_the_planted_fault(script, tmp_path, outcomes, told):
+    rows = [{"operation": name, "status": status, "cases": ["forward a"]} for name, status in outcomes.items()]
+    document = {"device": "", "date": "2026-01-01T00:00Z", "commit": "", "outcomes": rows}
+    (tmp_path / "sanitizer.json").write_text(json.dumps(document))
+    text = script.checks(tmp_path / "nothing.json", tmp_path / "sanitizer.json")
+    assert text.startswith("`compute-sanitizer` on one unnamed GPU, 2026-01-01: memcheck over")
+    assert text.endswith(told)

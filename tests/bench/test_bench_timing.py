@@ -15,7 +15,7 @@ import pytest
 from pallas_kernels import Traffic
 from xlafuse.bench import timing
 from xlafuse.bench.ceiling import array_counts, ceiling_candidates, elementwise
-from xlafuse.bench.environment import Sampler, sampling
+from xlafuse.bench.environment import Sampler, commit, sampling
 from xlafuse.bench.timing import Candidate, time_candidates
 
 NO_WARM_UP = {"warm_up_seconds": (0.0, 0.0)}
@@ -239,3 +239,11 @@ def test_without_nvidia_smi_there_are_no_samples(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with sampling() as sampler:
         assert sampler.since(0.0).samples == 0
+
+
+def test_commit_is_what_the_environment_says_else_gits(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLAFUSE_COMMIT", "named")
+    assert commit() == "named"
+    monkeypatch.delenv("XLAFUSE_COMMIT")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit() == ""
