@@ -1,11 +1,16 @@
 """Follows remedies on the programs of tests/programs, compiles them again, and prints the tables of docs/advice.md.
 
-`python scripts/check_advice.py [PROGRAM ...]`: needs the extra 'deviceless' and no GPU.
+python scripts/check_advice.py [PROGRAM ...]                 # needs the extra 'deviceless' and no GPU
+python scripts/check_advice.py [PROGRAM ...] --measure FILE  # times of those followed by hand, on a GPU
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import inspect
+import json
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +32,7 @@ PROGRAMS = Path(__file__).resolve().parents[1] / "tests" / "programs"
 
 @dataclass(frozen=True, kw_only=True)
 class Followed:
-    """What a remedy changes: XLA's options, donated arguments, and pieces of the source by what replaces them.
+    """What a remedy changes: XLA's options, and pieces of the source by what replaces them.
 
     remedy: a part of its text. Its estimate is the sum of `remaining_us` of all missed fusions with it.
     also: a part of the text of another remedy that the same change follows.
@@ -37,7 +42,6 @@ class Followed:
     remedy: str
     also: str = ""
     options: tuple[tuple[str, str], ...] = ()
-    donated: tuple[int, ...] = ()
     changes: tuple[tuple[str, str], ...] = ()
 
 
@@ -70,17 +74,6 @@ FOLLOWED = (
         ),
     ),
     Followed(
-        program="haiku_lm",
-        remedy="cross_entropy: ",
-        changes=(
-            ("    labels = jax.nn.one_hot(targets, VOCABULARY)\n", "    from xlafuse.kernels import cross_entropy\n"),
-            (
-                "-jnp.sum(jnp.sum(labels * jax.nn.log_softmax(logits), -1) * mask)",
-                "jnp.sum(cross_entropy(logits, targets) * mask)",
-            ),
-        ),
-    ),
-    Followed(
         program="bert",
         remedy="attention: ",
         changes=(
@@ -101,73 +94,6 @@ FOLLOWED = (
         changes=(
             ('x @ weights["input"] + weights["bias"]', "x"),
             ("sequences.swapaxes(0, 1)", 'sequences.swapaxes(0, 1) @ weights["input"] + weights["bias"]'),
-        ),
-    ),
-    Followed(
-        program="cartpole",
-        remedy="draw the random numbers of all steps",
-        changes=(
-            (
-                "def advance(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:\n"
-                "    state, key = carry\n"
-                "    key, action_key, start_key = jax.random.split(key, 3)\n",
-                "def draw(key):\n"
-                "    first, second = jax.random.split(key)\n"
-                "    start = jax.random.uniform(second, (CARTS, 4), minval=-0.05, maxval=0.05)\n"
-                "    return jax.random.bernoulli(first, 0.5, (CARTS,)), start\n\n\n"
-                "def advance(state, random):\n"
-                "    is_pushed, start = random\n",
-            ),
-            ("jax.random.bernoulli(action_key, 0.5, x.shape)", "is_pushed"),
-            ("    start = jax.random.uniform(start_key, state.shape, minval=-0.05, maxval=0.05)\n", ""),
-            (
-                "(jnp.where(is_over[:, None], start, state), key), None",
-                "jnp.where(is_over[:, None], start, state), None",
-            ),
-            (
-                "(state, jax.random.wrap_key_data(seed)), None, length=STEPS)[0][0]",
-                "state, jax.vmap(draw)(jax.random.split(jax.random.wrap_key_data(seed), STEPS)))[0]",
-            ),
-        ),
-    ),
-    Followed(
-        program="dlrm",
-        remedy="update only the rows",
-        donated=(0, 1),
-        changes=(
-            (
-                'table[indices].sum(1) for table, indices in zip(weights["tables"], sparse, strict=True)',
-                'rows.sum(1) for rows in weights["tables"]',
-            ),
-            (
-                "    value, gradients = jax.value_and_grad(loss)(weights, dense, sparse, clicks)\n"
-                "    updates, state = OPTIMIZER.update(gradients, state, weights)\n"
-                "    return optax.apply_updates(weights, updates), state, value\n",
-                "    tables, sums = weights['tables'], state[0].sum_of_squares\n"
-                "    weights = weights | {'tables': [table[at] for table, at in zip(tables, sparse)]}\n"
-                "    value, gradients = jax.value_and_grad(loss)(weights, dense, sparse, clicks)\n"
-                "    scaled = lambda g, new: -0.01 * g * jnp.where(new > 0, jax.lax.rsqrt(new + 1e-7), 0.0)\n"
-                "    for name in ('bottom', 'top'):\n"
-                "        sums[name] = jax.tree.map(lambda g, old: g * g + old, gradients[name], sums[name])\n"
-                "        updates = jax.tree.map(scaled, gradients[name], sums[name])\n"
-                "        weights[name] = jax.tree.map(jnp.add, weights[name], updates)\n"
-                "    for number, (g, at) in enumerate(zip(gradients['tables'], sparse)):\n"
-                "        sums['tables'][number] = sums['tables'][number].at[at].add(g * g)\n"
-                "        tables[number] = tables[number].at[at].add(scaled(g, sums['tables'][number][at]))\n"
-                "    return weights | {'tables': tables}, sums, value\n",
-            ),
-        ),
-    ),
-    Followed(
-        program="vae",
-        remedy="give a transposed convolution",
-        changes=(
-            (
-                'x = jax.lax.conv_transpose(x, kernel, (2, 2), "SAME", dimension_numbers=NUMBERS)',
-                "kernel = jnp.flip(kernel, (0, 1)).swapaxes(2, 3)\n"
-                "        x = jax.lax.conv_transpose(\n"
-                '            x, kernel, (2, 2), "SAME", dimension_numbers=NUMBERS, transpose_kernel=True\n        )',
-            ),
         ),
     ),
     Followed(
@@ -228,12 +154,14 @@ def module_of(name: str, changes: Sequence[tuple[str, str]] = ()) -> ModuleType:
     return module
 
 
-def compiled(name: str, followed: Followed | None = None) -> Analysis:
-    """The analysis of a program, as it is or as a remedy changes it."""
+def compiled(name: str, followed: Followed | None = None, *, measure: bool = False) -> Analysis:
+    """The analysis of a program, as it is or as a remedy changes it; measured on the attached GPU if asked."""
     module = module_of(name, followed.changes if followed else ())
-    step = jax.jit(module.step, donate_argnums=followed.donated if followed else ())
     options = dict(followed.options) if followed else {}
-    captured = capture(step, *module.arguments(), target="h200", compiler_options=options)
+    target = "attached" if measure else "h200"
+    captured = capture(
+        jax.jit(module.step), *module.arguments(), target=target, compiler_options=options, measure=measure
+    )
     return analyze(captured, label=name, catalogue=KERNELS)
 
 
@@ -252,6 +180,34 @@ def row(before: Analysis, followed: Followed) -> str:
         saved_us=before.estimated_us - after.estimated_us,
     )
     return line(followed.program, trial, advised)
+
+
+def measured_us(analysis: Analysis) -> float:
+    """Microseconds of a call: its kernels', or the wall clock where the GPU waits between launches."""
+    measured = analysis.measured
+    if measured is None or measured.wall_us is None:
+        raise RuntimeError(f"not measured: {analysis.provenance.notes}")
+    kernels, is_long = measured.kernel_us or 0.0, analysis.launch_count > 100
+    return max(kernels, measured.wall_us if is_long or not kernels else 0.0)
+
+
+def measure(names: Sequence[str], output: Path) -> int:
+    """Follows the remedies on the attached GPU and writes each one's times; returns how many failed."""
+    lines: list[dict[str, Any]] = []
+    for followed in FOLLOWED:
+        if names and followed.program not in names:
+            continue
+        made: dict[str, Any] = {"program": followed.program, "remedy": followed.remedy}
+        try:
+            both = [compiled(followed.program, each, measure=True) for each in (None, followed)]
+            made["estimated_us"] = [round(each.estimated_us, 1) for each in both]
+            made["measured_us"] = [round(measured_us(each), 1) for each in both]
+        except Exception as error:  # the others are worth having
+            made["error"] = f"{type(error).__name__}: {error}"[:300]
+        lines.append(made)
+        print(json.dumps(made), flush=True)
+        output.write_text(json.dumps({"lines": lines}, indent=1) + "\n", encoding="utf-8")
+    return sum("error" in each for each in lines)
 
 
 def line(program: str, trial: Trial, advised: Sequence[MissedFusion]) -> str:
@@ -294,21 +250,28 @@ def tried(name: str, count: int = 5) -> Iterator[str]:
         yield line(name, trial, [*found, *(missed for missed in all_missed if also and also in missed.remedy)])
 
 
-def main(names: list[str]) -> None:
-    """Prints the tables."""
+def main() -> int:
+    """Prints the tables, or measures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("programs", nargs="*", metavar="PROGRAM")
+    parser.add_argument("--measure", type=Path, metavar="FILE", help="follow by hand on the attached GPU")
+    options = parser.parse_args()
+    if options.measure:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # tracing needs no GPU
+        return measure(options.programs, options.measure)
+    names = options.programs or sorted(path.stem for path in PROGRAMS.glob("[!_]*.py"))
     head = "| program | best rank | remedy | estimated gain, µs | launches saved | MB saved | estimated µs saved |"
     print(f"{head}\n| --- | ---: | --- | ---: | ---: | ---: | ---: |")
-    before: dict[str, Analysis] = {}
+    before = functools.cache(compiled)
     for followed in FOLLOWED:
-        if not names or followed.program in names:
-            if followed.program not in before:
-                before[followed.program] = compiled(followed.program)
-            print(row(before[followed.program], followed), flush=True)
+        if followed.program in names:
+            print(row(before(followed.program), followed), flush=True)
     print(f"\n{head}\n| --- | ---: | --- | ---: | ---: | ---: | ---: |")
-    for name in names or sorted(path.stem for path in PROGRAMS.glob("[!_]*.py")):
+    for name in names:
         for found in tried(name):
             print(found, flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

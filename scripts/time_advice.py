@@ -1,25 +1,18 @@
 """Follows the advice of "where the time goes" on an attached GPU: time saved beside the report's estimate of it.
 
     python scripts/time_advice.py -o notebooks/results/advice-h100.json [--only "exact float32" ...]
-    python scripts/time_advice.py -o notebooks/results/advice-programs-h200.json --programs [--only gru ...]
 
-Programs come from tests/decisions/advised.py, each at several sizes; indices and numbers are random. With --programs,
-remedies of missed fusions are followed on tests/programs as `check_advice.py` follows them; these compile side by side,
-and a program runs alone. Prints a line a program: times in microseconds of a call, measured and estimated, as it is and
-as advised.
+Programs come from tests/decisions/advised.py, each at several sizes; indices and numbers are random. Prints a line a
+program: times in microseconds of a call, measured and estimated, as it is and as advised.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from itertools import chain
-from multiprocessing import get_context
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,64 +49,13 @@ def times(functions: dict[str, Callable[..., Any]], arguments: tuple[Any, ...]) 
             for name, each in run.timings.items()}  # fmt: skip
 
 
-def program_times(name: str, number: int | None) -> tuple[float, float]:
-    """Measured and estimated µs of a program of tests/programs, as it is or with one of `FOLLOWED`."""
-    import jax
-    from check_advice import FOLLOWED, module_of
-
-    from hlo_analysis import analyze, capture
-
-    changed = FOLLOWED[number] if number is not None else None
-    module = module_of(name, changed.changes if changed else ())
-    step = jax.jit(module.step, donate_argnums=changed.donated if changed else ())
-    options = dict(changed.options) if changed else {}
-    made = capture(step, *module.arguments(), target="attached", compiler_options=options, measure=True)
-    analysis = analyze(made)
-    measured = analysis.measured
-    if measured is None or measured.wall_us is None:
-        raise RuntimeError(f"not measured: {analysis.provenance.notes}")
-    kernels, is_long = measured.kernel_us or 0.0, analysis.launch_count > 100
-    return max(kernels, measured.wall_us if is_long or not kernels else 0.0), analysis.estimated_us
-
-
-def follow_programs(only: Sequence[str] | None, at_once: int) -> Iterator[dict[str, Any]]:
-    """Yields a line for each remedy that `check_advice.py` follows."""
-    from check_advice import FOLLOWED
-
-    chosen = {number: each.program for number, each in enumerate(FOLLOWED) if not only or each.program in only}
-    pairs = {number: ((program, None), (program, number)) for number, program in chosen.items()}
-    with ProcessPoolExecutor(at_once, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        running = {each: pool.submit(program_times, *each) for each in dict.fromkeys(chain(*pairs.values()))}
-        for _ in as_completed(running.values()):
-            for number in [number for number, pair in pairs.items() if all(running[each].done() for each in pair)]:
-                line: dict[str, Any] = {"program": chosen[number], "remedy": FOLLOWED[number].remedy}
-                try:
-                    measured, estimated = zip(*(running[each].result() for each in pairs.pop(number)), strict=True)
-                except Exception as error:  # the others are worth having
-                    line["error"] = f"{type(error).__name__}: {error}"[:300]
-                else:
-                    line |= {"estimated_us": [round(us, 1) for us in estimated],
-                             "measured_us": [round(us, 1) for us in measured]}  # fmt: skip
-                yield line
-
-
 def main() -> int:
     """Times the programs; 1 where advice made one slower."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--only", nargs="+", metavar="PROGRAM")
-    parser.add_argument("--programs", action="store_true", help="follow remedies on tests/programs")
-    parser.add_argument("--at-once", type=int, default=8, help="programs that compile side by side")
     parser.add_argument("--seconds", type=float, default=400.0, help="start nothing after this long")
     options = parser.parse_args()
-    if options.programs:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # tracing needs no GPU
-        lines: list[dict[str, Any]] = []
-        for line in follow_programs(options.only, options.at_once):
-            lines.append(line)
-            print(json.dumps(line), flush=True)
-            options.output.write_text(json.dumps({"lines": lines}, indent=1) + "\n")
-        return int(any("error" in each for each in lines))
     import jax
     from advised import ADVISED  # pyright: ignore[reportMissingImports]
 
