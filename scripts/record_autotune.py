@@ -19,97 +19,71 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the machine with the GPU need not have the package installed
 
-Case = tuple[str, str, str, tuple[int, int]]
-"""Preset, strategy, mode and shape."""
-
+LLAMA, GPT2 = "llama3-8b", "gpt2-medium"
 LLAMA_SHAPES = ((2, 4096), (1, 512), (1, 1))
 GPT2_SHAPES = ((1, 512), (2, 1024))
 MODES = ("forward", "grad")
-STRATEGY_ORDER = (
-    "xla",
-    "best",
-    "pallas_cudnn",
-    "pallas",
-    "xla_cudnn",
-    "xla_cublas",
-    "xla_dot_merger",
-    "xla_gemm_v2",
-    "unfused",
-)
-
-
-# cuDNN has no gradient of attention for one token.
-IMPOSSIBLE = tuple(("llama3-8b", name, "grad", (1, 1)) for name in ("xla_cudnn", "pallas_cudnn"))
+OTHERS = ("best", "pallas_cudnn", "pallas", "xla_cudnn", "xla_cublas", "xla_dot_merger", "xla_gemm_v2", "unfused")
+Case = tuple[str, str, str, tuple[int, int]]
+"""Preset, strategy, mode and shape."""
 
 
 def cases() -> list[Case]:
-    """Preset, strategy, mode and shape of every case, the most wanted first."""
+    """Every case, the most wanted first."""
     wanted = [
-        *(("llama3-8b", "xla", mode, shape) for mode in MODES for shape in LLAMA_SHAPES),
-        *(("llama3-8b", name, "forward", shape) for name in STRATEGY_ORDER[1:] for shape in LLAMA_SHAPES),
-        *(("llama3-8b", name, "grad", LLAMA_SHAPES[0]) for name in STRATEGY_ORDER[1:]),
-        *(("gpt2-medium", "xla", mode, shape) for mode in MODES for shape in GPT2_SHAPES),
-        *(("gpt2-medium", "pallas", mode, GPT2_SHAPES[-1]) for mode in MODES),
-        *(("llama3-8b", name, "grad", shape) for name in STRATEGY_ORDER[1:] for shape in LLAMA_SHAPES[1:]),
+        *((LLAMA, "xla", mode, shape) for mode in MODES for shape in LLAMA_SHAPES),
+        *((LLAMA, name, "forward", shape) for name in OTHERS for shape in LLAMA_SHAPES),
+        *((LLAMA, name, "grad", LLAMA_SHAPES[0]) for name in OTHERS),
+        *((GPT2, "xla", mode, shape) for mode in MODES for shape in GPT2_SHAPES),
+        *((GPT2, "pallas", mode, GPT2_SHAPES[-1]) for mode in MODES),
+        *((LLAMA, name, "grad", shape) for name in OTHERS for shape in LLAMA_SHAPES[1:]),
     ]
-    return [case for case in wanted if case not in IMPOSSIBLE]
+    # cuDNN has no gradient of attention for one token.
+    return [case for case in wanted if case[2:] != ("grad", (1, 1)) or not case[1].endswith("cudnn")]
 
 
-def record(case: Case, recording: Path, timeout: float, target: str = "attached") -> dict[str, Any]:
+def record(case: Case, recording: Path, timeout: float) -> dict[str, Any]:
     """Compiles one case on the GPU, adds its choices to `recording` and returns its row of LAUNCHES."""
+    from hlo_analysis import analyze
     from hlo_analysis.capture import capture, merge_autotune
-    from hlo_analysis.hlo import parse_module
-    from hlo_analysis.program.launch_kinds import kind_of
-    from hlo_analysis.program.launch_sites import find_launches
+    from xlafuse.comparison import fit_plan
     from xlafuse.files import write_files
     from xlafuse.models import block_function, get_preset
-    from xlafuse.models.support import applicable
     from xlafuse.strategies import get_strategy
 
     preset, name, mode, shape = case
-    strategy = get_strategy(name)
-    plan = applicable(strategy.plan, get_preset(preset))
-    function, arguments = block_function(preset, shape, plan=plan)
-    began = time.perf_counter()
+    fitted, _ = fit_plan(get_strategy(name), get_preset(preset))
+    function, arguments = block_function(preset, shape, plan=fitted.plan)
+    known = recording if recording.exists() else None
     captured = capture(
-        function,
+        fitted.rewritten(function),
         *arguments,
-        target=target,
-        mode=mode,
-        compiler_options=strategy.compiler_options,
-        autotune=recording if recording.exists() else None,
+        target="attached",
+        mode="grad" if mode == "grad" else "forward",
+        compiler_options=fitted.compiler_options,
+        autotune=known,
         timeout=timeout,
     )
-    chosen = captured.text("autotune_results")
-    if chosen:
-        known = [recording.read_text()] if recording.exists() else []
-        write_files(recording.parent, {recording.name: merge_autotune([*known, chosen])})
-    module = parse_module(captured.text("final_hlo") or "")
-    table = find_launches(module, captured.text("thunk_sequence"), captured.text("thunk_metadata"))
-    kinds: Counter[str] = Counter()
-    for site in table.sites:
-        kinds[kind_of(module, site.instruction, site.thunk.kind)] += site.repeat
-    provenance = captured.manifest.provenance
+    if chosen := captured.text("autotune_results"):
+        before = [known.read_text()] if known else []
+        write_files(recording.parent, {recording.name: merge_autotune([*before, chosen])})
+    analysis, provenance = analyze(captured), captured.manifest.provenance
     return {
         "preset": preset,
         "strategy": name,
         "mode": mode,
         "shape": list(shape),
-        "sites": plan.fused_sites,
-        "kinds": dict(sorted(kinds.items())),
-        "launches": kinds.total(),
-        "thunks": dict(sorted(Counter(site.thunk.kind for site in table.sites).items())),
+        "kinds": dict(sorted(analysis.launches_by_kind.items())),
+        "launches": analysis.launch_count,
         "gemm_choice": provenance.gemm_choice,
         "reused": provenance.autotune_hits,
         "lookups": provenance.autotune_lookups,
-        "seconds": round(time.perf_counter() - began, 1),
         "versions": dict(provenance.versions),
     }
 
@@ -120,35 +94,15 @@ def known_rows(launches: Path) -> dict[Case, dict[str, Any]]:
     return {(row["preset"], row["strategy"], row["mode"], tuple(row["shape"])): row for row in found}
 
 
-def keep(
-    launches: Path,
-    found_device: dict[str, str],
-    rows: dict[Case, dict[str, Any]],
-    failed: list[dict[str, str]],
-    left: list[str],
-) -> None:
-    """Writes LAUNCHES, its rows in the order of `cases`."""
-    from xlafuse.files import write_files
-
-    order = {case: i for i, case in enumerate(cases())}
-    ordered = [rows[case] for case in sorted(rows, key=lambda case: order.get(case, len(order)))]
-    document = {"device": found_device, "cases": ordered, "failed": failed, "left_out": left}
-    write_files(launches.parent, {launches.name: json.dumps(document, indent=1) + "\n"})
-
-
 def main() -> int:
-    """Records all cases that fit into the time; 1 when one failed or none was recorded."""
+    """Records all cases that fit into the time; 1 when one failed or was left out."""
     parser = argparse.ArgumentParser(description="Record the attached GPU's autotuning of the block.")
     parser.add_argument("recording", type=Path)
     parser.add_argument("launches", type=Path)
     parser.add_argument("--seconds", type=float, default=230.0, help="start no case after this long")
     parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="PREFIX",
-        help="add to the files, cases whose 'preset/strategy/mode/shape' starts so",
+        "--only", nargs="+", metavar="PREFIX", help="of 'preset/strategy/mode/shape'; adds to the files"
     )
-    parser.add_argument("--target", default="attached", help="another target records nothing, and rehearses")
     options = parser.parse_args()
     for path in (options.recording, options.launches):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,38 +113,27 @@ def main() -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     from xlafuse.bench.environment import gpu_state
 
-    began = time.perf_counter()
+    began, state = time.perf_counter(), gpu_state()
     rows = known_rows(options.launches)
-    recorded = 0
-    failed: list[dict[str, str]] = []
-    left: list[str] = []
-    state = gpu_state()
-    found_device = {name: state[key] for name, key in (("name", "gpu"), ("driver", "driver")) if key in state}
+    document: dict[str, Any] = {"device": {"name": state.get("gpu"), "driver": state.get("driver")}}
+    document |= {"cases": [], "failed": [], "left_out": []}
     for case in cases():
         label = f"{case[0]}/{case[1]}/{case[2]}/{'x'.join(map(str, case[3]))}"
         if options.only and not label.startswith(tuple(options.only)):
             continue
-        elapsed = time.perf_counter() - began
-        if elapsed > options.seconds:
-            left.append(label)
-            continue
-        try:
-            timeout = max(60.0, options.seconds - elapsed + 60.0)
-            row = record(case, options.recording, timeout, options.target)
-        except Exception as error:  # the other cases are worth having
-            failed.append({"case": label, "error": f"{type(error).__name__}: {error}"[:2000]})
-            print(f"{elapsed:6.1f} s  {label:40} FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
+        left = options.seconds - (time.perf_counter() - began)
+        if left < 0:
+            document["left_out"].append(label)
         else:
-            rows[case] = row
-            recorded += 1
-            tuned = f"{row['reused']} of {row['lookups']} reused"
-            print(f"{elapsed:6.1f} s  {label:40} {row['seconds']:6.1f} s  {tuned:20} {row['kinds']}", flush=True)
-        keep(options.launches, found_device, rows, failed, left)
-    if left:
-        keep(options.launches, found_device, rows, failed, left)
-        print(f"left out for want of time: {', '.join(left)}", flush=True)
-    print(f"{recorded} recorded, {len(failed)} failed, {time.perf_counter() - began:.0f} s", flush=True)
-    return 0 if recorded and not failed else 1
+            try:
+                rows[case] = record(case, options.recording, max(60.0, left + 60.0))
+                print(f"{label:40} {rows[case]['reused']} of {rows[case]['lookups']} reused {rows[case]['kinds']}")
+            except Exception as error:  # the other cases are worth having
+                document["failed"].append({"case": label, "error": f"{type(error).__name__}: {error}"[:2000]})
+                print(f"{label:40} FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
+        document["cases"] = [rows[case] for case in cases() if case in rows]
+        options.launches.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return int(bool(document["failed"] or document["left_out"]))
 
 
 if __name__ == "__main__":

@@ -4,19 +4,15 @@
 
 Each strategy of each case is compiled with the autotuning that ships for the GPU, so that what is measured is the
 program of the reports, and then run. OUT/<GPU>/<preset>-<shape>-<mode>.json is one case, for `xlafuse/recordings/`;
-it is written again after every strategy, so that a run cut short keeps what it has. OUT/captures/ has all that was
-measured as archives, which `--again` makes the files of anew without a GPU.
+it is written again after every strategy, so that a run cut short keeps what it has.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +23,12 @@ CASES = tuple(
     f"llama3-8b/{case}"
     for case in ("2x4096/forward", "2x4096/grad", "1x512/forward", "1x1/forward", "16x1/forward", "1x512/grad")
 )
-TIMES = ("run", "profile")
-KEPT = ("final_hlo", "thunk_sequence", "thunk_metadata", "buffer_assignment", "autotune_results", "ptx_resources",
-        "target_config", *TIMES)  # fmt: skip
 STRATEGIES = ("xla", "best", "xla_cudnn")
 
 
-def compiled(case: str, strategy: str, target: str) -> Any:
-    """The capture of one strategy, measured where the target is attached."""
-    from hlo_analysis import capture, load_target
+def measured(case: str, strategy: str) -> Any:
+    """The analysis of one strategy, compiled for the attached GPU and run."""
+    from hlo_analysis import analyze, capture, load_target
     from xlafuse.bench.block import batch_and_length
     from xlafuse.comparison import fit_plan
     from xlafuse.models import block_function, get_preset
@@ -44,37 +37,17 @@ def compiled(case: str, strategy: str, target: str) -> Any:
     preset, shape, mode = case.split("/")
     fitted, _ = fit_plan(get_strategy(strategy), get_preset(preset))
     function, arguments = block_function(preset, batch_and_length(shape), plan=fitted.plan)
-    return capture(
+    captured = capture(
         fitted.rewritten(function),
         *arguments,
-        target=target,
+        target="attached",
         mode="grad" if mode == "grad" else "forward",
         compiler_options=fitted.compiler_options,
         autotune=load_target("h200").autotune,
         label=strategy,
-        measure=target == "attached",
+        measure=True,
     )
-
-
-def slim(captured: Any, keys: Sequence[str] = KEPT) -> Any:
-    """The capture with nothing but what the launch table and the times are read from: a tenth of the bytes.
-
-    Of each kernel's PTX it keeps the number of instructions, beside its registers.
-    """
-    from hlo_analysis.costs.resources import count_instructions, ptx_by_kernel
-
-    if resources := captured.file("ptx_resources"):
-        kernels, sources = json.loads(resources.read_text(encoding="utf-8")), ptx_by_kernel(captured.ptx())
-        for kernel in kernels:
-            if text := sources.get(name := kernel["kernel"]):
-                kernel["instructions"] = count_instructions(text, name)
-        resources.write_text(json.dumps(kernels), encoding="utf-8")
-    kept = {key: name for key, name in captured.manifest.files.items() if key in keys}
-    for file in captured.path.rglob("*"):
-        if file.is_file() and file.relative_to(captured.path).as_posix() not in kept.values():
-            file.unlink()
-    captured.manifest = replace(captured.manifest, files=kept)
-    return captured
+    return analyze(captured)
 
 
 def line(case: str, strategy: str, analysis: Any) -> str:
@@ -98,31 +71,20 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="start nothing after this long")
     parser.add_argument("--only", nargs="+", default=CASES, metavar="PRESET/SHAPE/MODE")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
-    parser.add_argument("--again", action="store_true", help="read the archives of OUT/captures, compile nothing")
-    parser.add_argument("--target", default="attached", help="another target measures nothing, and rehearses")
     options = parser.parse_args()
     # Tracing needs no GPU, and would take memory of the measured program's.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from hlo_analysis import Capture, analyze
     from xlafuse.measurements import Measurements, file_name, to_json
 
-    captures = options.output / "captures"
-    captures.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
-    failed = 0
+    began, failed = time.perf_counter(), 0
     for case in options.only:
         found: dict[str, Any] = {}
         for strategy in options.strategies.split(","):
-            archive = captures / f"{case.replace('/', '-')}-{strategy}.zip"
-            is_late = not options.again and time.perf_counter() - began > options.seconds
-            if is_late or (options.again and not archive.is_file()):
+            if time.perf_counter() - began > options.seconds:
                 print(f"{case:26} {strategy:10} left out", flush=True)
                 continue
             try:
-                captured = Capture.load(archive) if options.again else slim(compiled(case, strategy, options.target))
-                if not options.again:
-                    captured.save(archive)
-                analysis = analyze(captured)
+                analysis = measured(case, strategy)
             except Exception as error:  # the others are worth having
                 print(f"{case:26} {strategy:10} FAILED {type(error).__name__}: {str(error)[:400]}", flush=True)
                 failed += 1
@@ -133,7 +95,7 @@ def main() -> int:
                 continue
             found[strategy] = analysis.measured
             file = options.output / file_name(*case.split("/"), analysis.measured.device)
-            file.parent.mkdir(exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(to_json(Measurements(title=case, strategies=found)), encoding="utf-8")
     return 1 if failed else 0
 

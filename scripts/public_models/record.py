@@ -11,18 +11,46 @@ since equal layers tell nothing new.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import runpy
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # the machine with the GPU need not have the package installed
 
 PARTS = ("step", "forward", "gradient")
+TIMES = ("run", "profile")
+KEPT = ("final_hlo", "thunk_sequence", "thunk_metadata", "buffer_assignment", "autotune_results", "ptx_resources",
+        "target_config", *TIMES)  # fmt: skip
+
+
+def slim(captured: Any, keys: Sequence[str] = KEPT) -> Any:
+    """The capture with nothing but what the launch table and the times are read from: a tenth of the bytes.
+
+    Of each kernel's PTX it keeps the number of instructions, beside its registers.
+    """
+    from hlo_analysis.costs.resources import count_instructions, ptx_by_kernel
+
+    if resources := captured.file("ptx_resources"):
+        kernels, sources = json.loads(resources.read_text(encoding="utf-8")), ptx_by_kernel(captured.ptx())
+        for kernel in kernels:
+            if text := sources.get(name := kernel["kernel"]):
+                kernel["instructions"] = count_instructions(text, name)
+        resources.write_text(json.dumps(kernels), encoding="utf-8")
+    kept = {key: name for key, name in captured.manifest.files.items() if key in keys}
+    for file in captured.path.rglob("*"):
+        if file.is_file() and file.relative_to(captured.path).as_posix() not in kept.values():
+            file.unlink()
+    captured.manifest = replace(captured.manifest, files=kept)
+    return captured
 
 
 def record(name: str, part: str, layers: int, timeout: float, checkouts: Path, output: Path) -> str:
@@ -33,7 +61,7 @@ def record(name: str, part: str, layers: int, timeout: float, checkouts: Path, o
     """
     import jax
     import jax.numpy as jnp
-    from record_measured import KEPT, TIMES, line, slim
+    from record_measured import line
     from sources import MODELS
 
     from hlo_analysis import analyze, capture

@@ -45,7 +45,7 @@ def row(case, reused=0):
 
 
 def test_a_failing_case_costs_only_itself(script, monkeypatch, tmp_path, capsys):
-    def record(case, recording, timeout, target):
+    def record(case, recording, timeout):
         if case[2:] == ("forward", (1, 512)):
             raise RuntimeError("out of memory")
         return row(case)
@@ -64,7 +64,7 @@ def test_some_cases_are_recorded_anew_and_the_others_stay(script, monkeypatch, t
     recording, launches = tmp_path / "r.txtpb", tmp_path / "launches.json"
 
     def run(reused, *only):
-        monkeypatch.setattr(script, "record", lambda case, recording, timeout, target: row(case, reused))
+        monkeypatch.setattr(script, "record", lambda case, recording, timeout: row(case, reused))
         monkeypatch.setattr(sys, "argv", ["x", str(recording), str(launches), *only])
         assert script.main() == 0
 
@@ -82,7 +82,7 @@ def test_some_cases_are_recorded_anew_and_the_others_stay(script, monkeypatch, t
 
 
 def test_no_case_starts_when_the_time_is_up(script, monkeypatch, tmp_path):
-    monkeypatch.setattr(script, "record", lambda case, recording, timeout, target: row(case))
+    monkeypatch.setattr(script, "record", lambda case, recording, timeout: row(case))
     launches = tmp_path / "launches.json"
     monkeypatch.setattr(sys, "argv", ["x", str(tmp_path / "r.txtpb"), str(launches), "--seconds", "-1"])
     assert script.main() == 1
