@@ -50,9 +50,7 @@ def test_a_file_of_a_case_has_the_strategies_that_were_measured(captured, monkey
     assert recorded.strategies["xla"].launches
 
 
-def test_an_archive_has_what_the_estimates_need_of_kernels(
-    captured, monkeypatch, tmp_path: Path
-):
+def test_an_archive_has_what_the_estimates_need_of_kernels(captured, monkeypatch, tmp_path: Path):
     monkeypatch.setattr(sys, "path", list(sys.path))
     script("public_models/record.py").slim(captured).save(tmp_path / "slim.zip")
     kept = Capture.load(tmp_path / "slim.zip")
