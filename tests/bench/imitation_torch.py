@@ -117,16 +117,6 @@ def cross_entropy(rows, targets, ignore_index=-100, label_smoothing=0.0, reducti
     return tensor(losses.sum() / (max(1, (targets != ignore_index).sum()) if reduction == "mean" else 1))
 
 
-def embedding_bag(bags, table, mode, per_sample_weights=None):
-    rows = table[bags] if per_sample_weights is None else table[bags] * per_sample_weights[..., None]
-    return {"sum": rows.sum(1), "mean": rows.mean(1)}[mode]
-
-
-def tril_indices(rows, columns, offset, device):
-    assert device == "cpu"
-    return np.tril_indices(rows, offset, columns)
-
-
 def linear(x, weight, bias=None):
     return x @ weight.T if bias is None else x @ weight.T + bias
 
@@ -176,7 +166,7 @@ def install(monkeypatch) -> types.ModuleType:
     torch.cos, torch.sin, torch.stack, torch.cat = np.cos, np.sin, np.stack, np.concatenate
     torch.stack = lambda arrays, axis: np.stack(arrays, axis).view(Tensor)
     torch.cat = lambda arrays, axis: np.concatenate(arrays, axis).view(Tensor)
-    torch.compile = lambda function, mode, dynamic, fullgraph: function
+    torch.compile = lambda function, dynamic, fullgraph, mode="default": function
     torch.autograd = types.SimpleNamespace(grad=grad)
     torch.cuda = types.SimpleNamespace(
         synchronize=lambda: None,
@@ -190,7 +180,6 @@ def install(monkeypatch) -> types.ModuleType:
     functional.rms_norm, functional.layer_norm, functional.gelu = rms_norm, layer_norm, gelu
     functional.cross_entropy, functional.dropout = cross_entropy, dropout
     functional.linear, functional.scaled_dot_product_attention = linear, scaled_dot_product_attention
-    functional.embedding_bag, torch.tril_indices = embedding_bag, tril_indices
     functional.silu = lambda x: x / (1 + np.exp(-x))
     functional.relu = lambda x: np.maximum(x, 0)
     dynamo, config = types.ModuleType("torch._dynamo"), types.ModuleType("torch._functorch.config")

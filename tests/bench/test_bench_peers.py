@@ -41,10 +41,11 @@ def test_formulas_are_ours(op, spec):
     assert_formulas_are_ours("torch_compile", op, spec)
 
 
-@pytest.mark.parametrize("peer", ["torch_max_autotune", "torch_eager"])
-def test_other_peers_have_the_same_formulas(peer):
+def test_eager_has_the_same_formulas():
     op = REGISTRY["rms_norm"]
-    assert_formulas_are_ours(peer, op, next(s for s in op.tagged("test") if s.name.endswith("float32-residual")))
+    assert_formulas_are_ours(
+        "torch_eager", op, next(s for s in op.tagged("test") if s.name.endswith("float32-residual"))
+    )
 
 
 def assert_formulas_are_ours(peer, op, spec):
@@ -53,7 +54,7 @@ def assert_formulas_are_ours(peer, op, spec):
     try:
         candidate, first = peers.load(peer).candidate(op.name, "forward", cases)
     except NotImplementedError as error:
-        assert "z_loss" in str(error) or "rope by tables" in str(error)
+        assert "z_loss" in str(error) or "in PyTorch here" in str(error)
         return
     assert (candidate.name, candidate.kind, len(candidate.inputs)) == (peer, "peer", 2)
     expected = _peers_results(cases[0], "forward")

@@ -26,7 +26,7 @@ from xlafuse.comparison import fit_plan
 from xlafuse.models import BlockConfig, block_function, get_preset
 from xlafuse.strategies import Strategy, get_strategy
 
-PEERS = ("torch_compile", "torch_max_autotune", "torch_eager")
+PEERS = ("torch_compile", "torch_eager")
 BASELINE = "xla"
 WALL_SECONDS = 0.1
 """The host takes up to two milliseconds to prepare a call."""

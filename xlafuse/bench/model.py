@@ -27,7 +27,7 @@ from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
 from xlafuse.strategies import get_strategy
 
 PHASES = ("forward", "train", "prefill", "decode")
-PEERS = ("torch_eager", "torch_compile", "torch_reduce_overhead", "torch_max_autotune")
+PEERS = ("torch_eager", "torch_compile", "torch_reduce_overhead")
 _ROOM = 64
 """Tokens that decoding may append before it starts over after the prompt."""
 _TOLERANCE = 0.1

@@ -20,7 +20,6 @@ from xlafuse.models import PRESETS, get_preset
 RIVALS = {
     "xla": "XLA",
     "torch_compile": "torch.compile",
-    "torch_max_autotune": "torch.compile, autotuned",
     "torch_eager": "PyTorch",
     "liger": "Liger",
     "triton": "jax-triton",

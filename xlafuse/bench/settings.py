@@ -31,6 +31,14 @@ _Until = Annotated[
         show_default=False,
     ),
 ]
+_Strategies = Annotated[
+    tuple[str, ...],
+    typer.Option(metavar="A,B,C", help="Strategies to time; see `xlafuse strategies`."),
+]
+_Preset = Annotated[
+    str,
+    typer.Option("--preset", metavar="NAME", help="llama3-8b, gpt2-medium, mixtral-8x7b, qwen3-30b-a3b, tiny."),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +58,8 @@ class Settings:
         tuple[str, ...],
         typer.Option(
             metavar="A,B,C",
-            help="Libraries to time in the same run, if they have the operation: torch_compile, "
-            "torch_max_autotune, torch_eager, liger, quack, jax_triton, jla, jax_mosaic, cudnn, fa3, fa4, "
-            "fa4_deterministic.",
+            help="Libraries to time in the same run, if they have the operation: torch_compile, torch_eager, liger, "
+            "quack, jax_triton, jla, jax_mosaic, cudnn, fa3, fa4, fa4_deterministic.",
         ),
     ] = ()
     variants: Annotated[bool, typer.Option("--variants", help="Also time the kernel configurations to tune.")] = False
@@ -64,31 +71,9 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSettings:
-    """Settings of the block benchmark.
+class _Timed:
+    """What the other benchmarks share. until: seconds since the epoch after which nothing starts."""
 
-    strategies: all if empty.
-    peers: names from `xlafuse.bench.block.PEERS`.
-    until: seconds since the epoch after which no case starts.
-    """
-
-    preset: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="A transformer block: llama3-8b, gpt2-medium, mixtral-8x7b, qwen3-30b-a3b, tiny."
-        ),
-    ] = "llama3-8b"
-    strategies: Annotated[
-        tuple[str, ...],
-        typer.Option(metavar="A,B,C", help="Strategies to time; see `xlafuse strategies`. Default: all."),
-    ] = ()
-    peers: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            metavar="A,B,C",
-            help="The same block in PyTorch: torch_compile, torch_max_autotune, torch_eager.",
-        ),
-    ] = ()
     rounds: Rounds = 8
     calls: int = 3
     until: _Until = float("inf")
@@ -96,28 +81,31 @@ class BlockSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings:
+class BlockSettings(_Timed):
+    """Settings of the block benchmark; strategies: all if empty; peers: names from `xlafuse.bench.block.PEERS`."""
+
+    preset: _Preset = "llama3-8b"
+    strategies: _Strategies = ()
+    peers: Annotated[
+        tuple[str, ...], typer.Option(metavar="A,B", help="The same block in PyTorch: torch_compile, torch_eager.")
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(_Timed):
     """Settings of the model benchmark.
 
     peers: names from `xlafuse.bench.model.PEERS`.
     layers: replaces the model's number of layers.
-    until: seconds since the epoch after which no phase starts, and no strategy or peer is compiled.
+    until: after it no strategy or peer is compiled, either.
     """
 
-    model: Annotated[
-        str,
-        typer.Option(
-            "--preset", metavar="NAME", help="A model: llama3-8b, gpt2-medium, mixtral-8x7b, qwen3-30b-a3b, tiny."
-        ),
-    ] = "llama3-8b"
-    strategies: Annotated[
-        tuple[str, ...], typer.Option(metavar="A,B,C", help="Strategies to time; see `xlafuse strategies`.")
-    ] = ("xla", "xla_cudnn", "best")
+    model: _Preset = "llama3-8b"
+    strategies: _Strategies = ("xla", "xla_cudnn", "best")
     peers: Annotated[
         tuple[str, ...],
         typer.Option(
-            metavar="A,B,C",
-            help="The same model in PyTorch: torch_eager, torch_compile, torch_reduce_overhead, torch_max_autotune.",
+            metavar="A,B,C", help="The same model in PyTorch: torch_eager, torch_compile, torch_reduce_overhead."
         ),
     ] = ()
     layers: Annotated[
@@ -126,24 +114,18 @@ class ModelSettings:
     is_scanned: Annotated[bool, typer.Option("--scan", help="Compile one layer in a loop over all of them.")] = False
     rounds: Rounds = 5
     calls: int = 4
-    until: _Until = float("inf")
-    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshSettings:
+class MeshSettings(_Timed):
     """Settings of the mesh benchmark.
 
     peers: names from `xlafuse.bench.mesh.PEERS`.
     mesh: of all attached GPUs, along the axis that the kind of parallel needs, if empty.
-    until: seconds since the epoch after which no case starts.
     """
 
-    model: Annotated[str, typer.Option("--preset", metavar="NAME", help="A model: llama3-8b, tiny.")] = "llama3-8b"
-    strategies: Annotated[
-        tuple[str, ...],
-        typer.Option(metavar="A,B,C", help="Strategies to time, the baseline first; see `xlafuse strategies`."),
-    ] = ("xla", "xla_cudnn", "best")
+    model: _Preset = "llama3-8b"
+    strategies: _Strategies = ("xla", "xla_cudnn", "best")
     peers: Annotated[
         tuple[str, ...],
         typer.Option(
@@ -156,17 +138,12 @@ class MeshSettings:
         str, typer.Option(metavar="AXIS=N,...", help="Mesh of the GPUs, as data=2,tensor=2. Default: one axis.")
     ] = ""
     layers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of layers.")] = 2
-    rounds: Rounds = 8
-    calls: int = 3
-    until: _Until = float("inf")
-    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChoiceSettings:
+class ChoiceSettings(_Timed):
     """Settings of the choice benchmark.
 
-    until: seconds since the epoch after which no call starts.
     seed: seeds both the drawn calls and their values.
     jobs: threads that compile calls before they are timed.
     """
@@ -174,10 +151,8 @@ class ChoiceSettings:
     modes: Annotated[tuple[str, ...], typer.Option(metavar="A,B", help="forward, grad: with the backward pass.")] = (
         MODES
     )
-    rounds: Rounds = 8
     calls: int = 4
     seed: Annotated[
         int, typer.Option(metavar="N", min=0, help="Seed of the calls; the same seed draws the same calls.")
     ] = 0
-    until: _Until = float("inf")
     jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Threads that compile calls ahead.")] = 1

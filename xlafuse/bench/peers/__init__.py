@@ -23,7 +23,6 @@ from xlafuse.errors import UnknownNameError
 
 _MODULES = {
     "torch_compile": "torch_ops",
-    "torch_max_autotune": "torch_ops",
     "torch_eager": "torch_ops",
     "liger": "liger",
     "cudnn": "jax_attention",

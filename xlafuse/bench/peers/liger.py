@@ -1,6 +1,6 @@
 """Liger-Kernel's Triton kernels, for the operations that it has.
 
-Its gated activations, RoPE and cross-entropy overwrite their inputs, so that a repeated call works on the previous
+Its gated activations and cross-entropy overwrite their inputs, so that a repeated call works on the previous
 result. That moves the same bytes. Results are checked on the first call.
 """
 
@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch  # pyright: ignore[reportMissingImports]
 from liger_kernel import ops  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.testing import Case
-from xlafuse.bench.peers import is_joint, torch_functions
+from xlafuse.bench.peers import is_joint
 from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate, unchanged
 from xlafuse.bench.timing import Candidate
 
@@ -43,22 +42,6 @@ def gated_activation(gate, up, activation="silu"):
     if activation not in functions:
         raise NotImplementedError(f"Liger has no gate with {activation}, only {', '.join(functions)}")
     return (functions[activation].apply(gate, up),)
-
-
-def rope(query, key, cosine, sine):
-    """RoPE in the half-split form; cosines and sines are inputs."""
-    rotated = ops.LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cosine, sine)
-    return tuple(x.transpose(1, 2) for x in rotated)
-
-
-def with_angles(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns RoPE's arguments in Liger's form."""
-    prepared = torch_functions.with_angles(arguments)
-    for name in ("cosine", "sine"):
-        values = prepared[name].squeeze(-2)
-        values = torch.cat((values, values), -1).to(prepared["query"].dtype)
-        prepared[name] = values if values.ndim == 3 else values[None]
-    return prepared
 
 
 def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, z_loss=0.0, reduction="none"):
@@ -92,13 +75,12 @@ FUNCTIONS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     "layer_norm": layer_norm,
     "softmax": softmax,
     "gated_activation": gated_activation,
-    "rope": rope,
     "cross_entropy": cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
 }
 
 
-PREPARE = {"rope": with_angles, "cross_entropy": with_long_labels, "linear_cross_entropy": with_long_labels}
+PREPARE = {"cross_entropy": with_long_labels, "linear_cross_entropy": with_long_labels}
 
 
 def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:

@@ -16,7 +16,6 @@ import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
 from xlafuse.bench.peers.tensors import candidate_of, to_jax, to_torch
 from xlafuse.bench.peers.torch_functions import angles, rotated
-from xlafuse.bench.peers.torch_ops import COMPILE_MODES
 from xlafuse.bench.timing import Candidate
 from xlafuse.models import BlockConfig
 
@@ -99,9 +98,9 @@ def candidate(
     def function(weights, x, *rotation):
         return block(config, weights, x, *rotation)
 
-    if compile_mode := COMPILE_MODES[name]:
+    if name == "torch_compile":
         torch._dynamo.reset()  # shapes are compile-time constants, as in XLA
-        function = torch.compile(function, mode=compile_mode, dynamic=False, fullgraph=True)
+        function = torch.compile(function, dynamic=False, fullgraph=True)
 
     def forward(weights, x, rotation):
         with torch.no_grad():

@@ -114,15 +114,6 @@ def rotated(x, cosine, sine):
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1).to(x.dtype)
 
 
-_PRODUCTS = {
-    "linear": linear,
-    "gated_linear": gated_linear,
-    "norm_linear": norm_linear,
-    "linear_residual_norm": linear_residual_norm,
-    "qkv_projection": qkv_projection,
-}
-
-
 def rms_norm(x, scale=None, residual=None, epsilon=1e-6):
     """See `pallas_kernels.rms_norm`."""
     total = x if residual is None else x + residual
@@ -176,32 +167,6 @@ def gated_activation(gate, up=None, activation="silu"):
     return ((ACTIVATIONS[activation](gate.float()) * up.float()).to(gate.dtype),)
 
 
-def rope(query, key, cosine, sine, interleaved=False):
-    """See `pallas_kernels.rope`. query and key: (batch, length, heads, features). For the angles see `with_angles`."""
-
-    def rotate(x):
-        if not interleaved:
-            return rotated(x, cosine, sine)
-        first, second = x.float().unflatten(-1, (x.shape[-1] // 2, 2)).unbind(-1)
-        pair = (first * cosine - second * sine, second * cosine + first * sine)
-        return torch.stack(pair, -1).flatten(-2).to(x.dtype)
-
-    return rotate(query), rotate(key)
-
-
-def with_angles(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns rope's arguments with float32 cosines and sines, (batch or none, length, 1, half), in place of positions.
-
-    PyTorch models compute them once for all layers. Compiled together with the rotation, they would be computed for
-    every element and take five times as long.
-    """
-    if "positions" not in arguments:
-        raise NotImplementedError("rope by tables is not in PyTorch here")
-    tables = angles(arguments["positions"], arguments["query"].shape[-1], arguments.get("theta", 10000.0))
-    kept = {name: value for name, value in arguments.items() if name not in ("positions", "theta")}
-    return {**kept, **dict(zip(("cosine", "sine"), tables, strict=True))}
-
-
 def batch_norm(x, scale, bias, epsilon=1e-5):
     """See `pallas_kernels.batch_norm`."""
     rows = x.float().reshape(-1, x.shape[-1])
@@ -219,37 +184,10 @@ def cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.0, reductio
     return (loss.reshape(labels.shape) if reduction == "none" else loss,)
 
 
-def linear_cross_entropy(hidden, w, labels, ignore_index=-1, label_smoothing=0.0, reduction="none"):
-    """See `pallas_kernels.linear_cross_entropy`."""
-    return cross_entropy(hidden @ w, labels, ignore_index, label_smoothing, reduction)
-
-
 def lora_linear(x, w, a, b, alpha=1.0, bias=None):
     """See `pallas_kernels.lora_linear`."""
     y = x @ w + alpha * ((x @ a) @ b)
     return (y if bias is None else y + bias,)
-
-
-def embedding(table, ids, mode="fill", dtype=None):
-    """See `pallas_kernels.embedding`. PyTorch takes no index out of range."""
-    del mode
-    y = F.embedding(ids, table)
-    return (y if dtype is None else y.to(getattr(torch, dtype)),)
-
-
-def embedding_bag(table, indices, weights=None, mode="sum"):
-    """See `pallas_kernels.embedding_bag`. PyTorch takes no index out of range."""
-    bags = indices.reshape(-1, indices.shape[-1])
-    given = None if weights is None else weights.reshape(bags.shape).to(table.dtype)
-    y = F.embedding_bag(bags, table, mode=mode, per_sample_weights=given)
-    return (y.reshape(*indices.shape[:-1], table.shape[1]),)
-
-
-def dot_interaction(features, self_interaction=False):
-    """See `pallas_kernels.dot_interaction`."""
-    fields = features.shape[-2]
-    first, second = torch.tril_indices(fields, fields, 0 if self_interaction else -1, device=features.device)
-    return ((features @ features.transpose(-2, -1))[..., first, second],)
 
 
 def attention(query, key, value, is_causal=False, dropout_rate=0.0):
@@ -267,19 +205,18 @@ FUNCTIONS: Mapping[str, Function] = {
     "softmax": softmax,
     "bias_activation": bias_activation,
     "gated_activation": gated_activation,
-    "rope": rope,
     "cross_entropy": cross_entropy,
     "batch_norm": batch_norm,
-    "linear_cross_entropy": linear_cross_entropy,
     "lora_linear": lora_linear,
-    "embedding": embedding,
-    "embedding_bag": embedding_bag,
-    "dot_interaction": dot_interaction,
-    **_PRODUCTS,
+    "linear": linear,
+    "gated_linear": gated_linear,
+    "norm_linear": norm_linear,
+    "linear_residual_norm": linear_residual_norm,
+    "qkv_projection": qkv_projection,
 }
 
 
-PREPARE: Mapping[str, Prepare] = {"rope": with_angles, "qkv_projection": with_projection_angles}
+PREPARE: Mapping[str, Prepare] = {"qkv_projection": with_projection_angles}
 """Changes to the arguments, made outside the timing."""
 
 

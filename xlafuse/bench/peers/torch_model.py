@@ -28,9 +28,8 @@ COMPILE_MODES = {
     "torch_eager": None,
     "torch_compile": "default",
     "torch_reduce_overhead": "reduce-overhead",
-    "torch_max_autotune": "max-autotune",
 }
-"""torch.compile's mode of each peer. The last two launch a CUDA graph."""
+"""torch.compile's mode of each peer. The last one launches a CUDA graph."""
 
 
 @dataclass(kw_only=True)

@@ -14,17 +14,14 @@ from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate, u
 from xlafuse.bench.peers.torch_functions import PREPARE, get_function
 from xlafuse.bench.timing import Candidate
 
-COMPILE_MODES = {"torch_eager": None, "torch_compile": "default", "torch_max_autotune": "max-autotune-no-cudagraphs"}
-"""torch.compile's mode of each peer. Autotuning takes many seconds a shape and gives Inductor's best."""
-
 
 def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
     """Returns the candidate and its first results; see `xlafuse.bench.peers`."""
     function, prepare = get_function(operation), PREPARE.get(operation, unchanged)
-    if mode := COMPILE_MODES[name]:
+    if name == "torch_compile":
         # Makes shapes compile-time constants, as in XLA; a second shape of the same function would become dynamic.
         torch._dynamo.reset()
-        function = torch.compile(function, mode=mode, dynamic=False, fullgraph=True)
+        function = torch.compile(function, dynamic=False, fullgraph=True)
     if phase == "forward":
         return forward_candidate(name, function, cases, prepare)
     # The graph of one forward pass runs backward many times, so that its buffers must not be donated.
