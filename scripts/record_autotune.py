@@ -69,14 +69,12 @@ def record(case: Case, recording: Path, timeout: float, target: str = "attached"
     from hlo_analysis.program.launch_kinds import kind_of
     from hlo_analysis.program.launch_sites import find_launches
     from xlafuse.files import write_files
-    from xlafuse.models import block_function, get_preset
-    from xlafuse.models.support import applicable
+    from xlafuse.models import block_function
     from xlafuse.strategies import get_strategy
 
     preset, name, mode, shape = case
     strategy = get_strategy(name)
-    plan = applicable(strategy.plan, get_preset(preset))
-    function, arguments = block_function(preset, shape, plan=plan)
+    function, arguments = block_function(preset, shape, plan=strategy.plan)
     began = time.perf_counter()
     captured = capture(
         function,
@@ -102,7 +100,7 @@ def record(case: Case, recording: Path, timeout: float, target: str = "attached"
         "strategy": name,
         "mode": mode,
         "shape": list(shape),
-        "sites": plan.fused_sites,
+        "sites": strategy.plan.fused_sites,
         "kinds": dict(sorted(kinds.items())),
         "launches": kinds.total(),
         "thunks": dict(sorted(Counter(site.thunk.kind for site in table.sites).items())),

@@ -37,12 +37,11 @@ def compiled(case: str, strategy: str, target: str) -> Any:
     """The capture of one strategy, measured where the target is attached."""
     from hlo_analysis import capture, load_target
     from xlafuse.bench.block import batch_and_length
-    from xlafuse.comparison import fit_plan
-    from xlafuse.models import block_function, get_preset
+    from xlafuse.models import block_function
     from xlafuse.strategies import get_strategy
 
     preset, shape, mode = case.split("/")
-    fitted, _ = fit_plan(get_strategy(strategy), get_preset(preset))
+    fitted = get_strategy(strategy)
     function, arguments = block_function(preset, batch_and_length(shape), plan=fitted.plan)
     return capture(
         fitted.rewritten(function),

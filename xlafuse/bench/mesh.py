@@ -34,7 +34,6 @@ from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, ShapeResult
 from xlafuse.bench.settings import MeshSettings
 from xlafuse.bench.timing import Candidate, Timing
-from xlafuse.comparison import fit_plan
 from xlafuse.models import block_function
 from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
 from xlafuse.models.shardings import PARALLEL, Layout, layout_of, parse_mesh
@@ -137,7 +136,7 @@ def _gradient(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> S
 
             stack = shard_map.stack(block, layout)
         else:
-            fitted, _ = fit_plan(get_strategy(name), block)
+            fitted = get_strategy(name)
             function, _ = block_function(block, sizes, plan=fitted.plan, layout=layout)
             options = dict(fitted.compiler_options)
 
@@ -179,7 +178,7 @@ def _train(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Star
     tokens = jax.device_put(tokens, layout.tokens)
 
     def start(name: str) -> tuple[Callable[[], Any], Callable[[], list[Any]]]:
-        fitted, _ = fit_plan(get_strategy(name), config.block)
+        fitted = get_strategy(name)
         model = Decoder(config, fitted.plan, layout)
 
         def loss(params: Any, tokens: jax.Array) -> jax.Array:

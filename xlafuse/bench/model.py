@@ -22,7 +22,6 @@ from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, ShapeResult
 from xlafuse.bench.settings import ModelSettings
 from xlafuse.bench.timing import Candidate, Timing
-from xlafuse.comparison import fit_plan
 from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
 from xlafuse.strategies import get_strategy
 
@@ -215,7 +214,7 @@ def _optimizer() -> Any:
 
 def _compiled(strategy: str, config: DecoderConfig, phase: str, arguments: tuple[Any, ...]) -> tuple[Any, Measured]:
     """Compiles a phase's function with `jax.jit`; returns it with a record of compile time and memory."""
-    fitted, _ = fit_plan(get_strategy(strategy), config.block)
+    fitted = get_strategy(strategy)
     decoder = Decoder(config, fitted.plan)
     function, donated = {
         "forward": (fitted.rewritten(decoder.logits), ()),
