@@ -196,7 +196,7 @@ plots.say(f"*Remedy:* {analyze(captured, catalogue=[mine]).missed[0].remedy}")
 strategy = xlafuse.Strategy(
     name="gated_only",
     description="XLA with cuDNN's attention, and one kernel for the gated layer.",
-    plan=xlafuse.FusionPlan(attention="cudnn", up_projection="mosaic", activation="mosaic"),
+    plan=xlafuse.FusionPlan(attention="cudnn", up_projection="mosaic"),
     requires=("block", "cuda", "hopper"),
 )
 comparison = xlafuse.compare(

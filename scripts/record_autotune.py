@@ -52,21 +52,20 @@ def record(case: Case, recording: Path, timeout: float) -> dict[str, Any]:
     """Compiles one case on the GPU, adds its choices to `recording` and returns its row of LAUNCHES."""
     from hlo_analysis import analyze
     from hlo_analysis.capture import capture, merge_autotune
-    from xlafuse.comparison import fit_plan
     from xlafuse.files import write_files
-    from xlafuse.models import block_function, get_preset
+    from xlafuse.models import block_function
     from xlafuse.strategies import get_strategy
 
     preset, name, mode, shape = case
-    fitted, _ = fit_plan(get_strategy(name), get_preset(preset))
-    function, arguments = block_function(preset, shape, plan=fitted.plan)
+    strategy = get_strategy(name)
+    function, arguments = block_function(preset, shape, plan=strategy.plan)
     known = recording if recording.exists() else None
     captured = capture(
-        fitted.rewritten(function),
+        strategy.rewritten(function),
         *arguments,
         target="attached",
         mode="grad" if mode == "grad" else "forward",
-        compiler_options=fitted.compiler_options,
+        compiler_options=strategy.compiler_options,
         autotune=known,
         timeout=timeout,
     )

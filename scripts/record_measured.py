@@ -30,19 +30,18 @@ def measured(case: str, strategy: str) -> Any:
     """The analysis of one strategy, compiled for the attached GPU and run."""
     from hlo_analysis import analyze, capture, load_target
     from xlafuse.bench.block import batch_and_length
-    from xlafuse.comparison import fit_plan
-    from xlafuse.models import block_function, get_preset
+    from xlafuse.models import block_function
     from xlafuse.strategies import get_strategy
 
     preset, shape, mode = case.split("/")
-    fitted, _ = fit_plan(get_strategy(strategy), get_preset(preset))
-    function, arguments = block_function(preset, batch_and_length(shape), plan=fitted.plan)
+    found = get_strategy(strategy)
+    function, arguments = block_function(preset, batch_and_length(shape), plan=found.plan)
     captured = capture(
-        fitted.rewritten(function),
+        found.rewritten(function),
         *arguments,
         target="attached",
         mode="grad" if mode == "grad" else "forward",
-        compiler_options=fitted.compiler_options,
+        compiler_options=found.compiler_options,
         autotune=load_target("h200").autotune,
         label=strategy,
         measure=True,

@@ -16,13 +16,11 @@ from xlafuse.models.config import PRESETS, BlockConfig
 from xlafuse.models.functional import block_function, resolve_config
 from xlafuse.models.plan import FusionPlan
 from xlafuse.models.shardings import Layout
-from xlafuse.models.support import applicable, inapplicable
 from xlafuse.parallel import compilation_pool, one_at_a_time
 from xlafuse.strategies import STRATEGIES, Strategy, get_strategy, resolve_strategies
 
 if TYPE_CHECKING:
     from hlo_analysis.catalogue import Catalogue
-    from hlo_analysis.targets import Target
 
 Mode = Literal["forward", "grad"]
 State = Literal["compiling", "analysing", "done", "failed", "not applicable", "numerics"]
@@ -100,18 +98,19 @@ def compare(
         keep=keep,
         capture_options=capture_options,
     )
-    jobs = {strategy.name: _prepare(strategy, config, described) for strategy in chosen}
+    here = {"kind": described.kind, "compute_capability": described.compute_capability}
+    named = {strategy.name: strategy for strategy in chosen}
+    unmet = {name: each.unmet(is_block=config is not None, **here) for name, each in named.items()}
 
     with compilation_pool(described.kind) as pool:
-        pending = [pool.submit(_analyse, job, program, report) for job in jobs.values()]
+        pending = {name: pool.submit(_analyse, each, unmet[name], program, report) for name, each in named.items()}
         # `fuse` has already compared each site with the operation's definition.
-        to_check = (job for job in jobs.values() if job.refusal is None and not job.strategy.fuses)
-        plans = {job.strategy.name: job.strategy.plan for job in to_check}
+        plans = {name: each.plan for name, each in named.items() if unmet[name] is None and not each.fuses}
         checked = _check_numerics(config, plans, mode, report) if numerics and config is not None else {}
-        results = {name: _with_numerics(each.result(), checked) for name, each in zip(jobs, pending, strict=True)}
-    for name, job in jobs.items():
-        if job.strategy.fuses and (plain := _plain(job.strategy, jobs.values(), results)) is not None:
-            results[name] = _with_regression(results[name], plain, job.strategy, program)
+        results = {name: _with_numerics(each.result(), checked) for name, each in pending.items()}
+    for name, strategy in named.items():
+        if strategy.fuses and (plain := _plain(strategy, chosen, results)) is not None:
+            results[name] = _with_regression(results[name], plain, strategy, program)
 
     def aligned() -> Comparison:
         reference = baseline if baseline in analyses else next(iter(analyses))
@@ -129,33 +128,9 @@ def compare(
     if ready is not None and tries and baseline in analyses:
         ready(aligned())
     if baseline in analyses:
-        with_trials = _with_trials(analyses[baseline], jobs[baseline].strategy, program, tries, report)
+        with_trials = _with_trials(analyses[baseline], named[baseline], program, tries, report)
         results[baseline] = dataclasses.replace(results[baseline], analysis=with_trials)
     return aligned()
-
-
-def fit_plan(strategy: Strategy, config: BlockConfig) -> tuple[Strategy, str]:
-    """Gives the sites that the plan's kernels cannot serve in this block to XLA.
-
-    Returns the strategy to run and a note for its description, '' if nothing changed. Raises `InapplicablePlanError` if
-    no site of the plan is left, since the strategy would be plain XLA under another name.
-    """
-    unfit = inapplicable(strategy.plan, config)
-    if not unfit:
-        return strategy, ""
-    reasons = "; ".join(f"{site}: {reason}" for site, reason in unfit.items())
-    if len(unfit) == len(strategy.plan.fused_sites):
-        raise InapplicablePlanError(
-            f"{strategy.name!r} has no kernel for this block ({reasons}); it would be 'xla' under another name."
-        )
-    return dataclasses.replace(strategy, plan=applicable(strategy.plan, config)), f" No kernel here for {reasons}."
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    strategy: Strategy
-    description: str
-    refusal: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,20 +174,7 @@ class _Program:
         return catalogue_of(find(function, arguments, load_target(self.target)))
 
 
-def _prepare(strategy: Strategy, config: BlockConfig | None, target: Target) -> _Job:
-    refusal = strategy.unmet(
-        is_block=config is not None, kind=target.kind, compute_capability=target.compute_capability
-    )
-    note = ""
-    if refusal is None and config is not None:
-        try:
-            strategy, note = fit_plan(strategy, config)
-        except InapplicablePlanError as error:
-            refusal = str(error)
-    return _Job(strategy=strategy, description=strategy.description + note, refusal=refusal)
-
-
-def _analyse(job: _Job, program: _Program, report: Progress) -> StrategyResult:
+def _analyse(strategy: Strategy, unmet: str | None, program: _Program, report: Progress) -> StrategyResult:
     from hlo_analysis.analysis import analyze
     from hlo_analysis.capture import capture
     from hlo_analysis.capture.lowering import leave_out_frames, leave_out_packages
@@ -221,15 +183,14 @@ def _analyse(job: _Job, program: _Program, report: Progress) -> StrategyResult:
 
     leave_out_frames(__file__)
     leave_out_packages("xlafuse", "pallas_kernels")
-    strategy = job.strategy
     result = StrategyResult(
         name=strategy.name,
-        description=job.description,
+        description=strategy.description,
         analysis=None,
-        error=job.refusal,
+        error=unmet,
         call=_call(strategy, program),
     )
-    if job.refusal is not None:
+    if unmet is not None:
         report(strategy.name, "not applicable")
         return result
     function, arguments = program.under(strategy)
@@ -260,6 +221,8 @@ def _analyse(job: _Job, program: _Program, report: Progress) -> StrategyResult:
         # The error lists the block's arguments, which are the same for all strategies; its cause is enough.
         cause = error.__cause__ if program.config is not None and error.__cause__ is not None else error
         state, reason = "failed", f"{type(cause).__name__}: {cause}"
+        if isinstance(error.__cause__, InapplicablePlanError):
+            state = "not applicable"
         if isinstance(error.__cause__, NothingFusedError):
             state, reason = "not applicable", f"{error.__cause__} {strategy.name!r} would be 'xla' under another name."
     report(strategy.name, state)
@@ -289,10 +252,12 @@ def _as_lowered(site: SiteRecord, partitioned: Mapping[str, str]) -> SiteRecord:
     return dataclasses.replace(site, outcome="left to XLA", implementation="", reason=text)
 
 
-def _plain(strategy: Strategy, jobs: Iterable[_Job], results: Mapping[str, StrategyResult]) -> Analysis | None:
+def _plain(
+    strategy: Strategy, strategies: Iterable[Strategy], results: Mapping[str, StrategyResult]
+) -> Analysis | None:
     """Returns the analysis of the strategy that differs from one only in that it does not fuse."""
     wanted = strategy.plan, strategy.compiler_options
-    same = (job.strategy for job in jobs if (job.strategy.plan, job.strategy.compiler_options) == wanted)
+    same = (each for each in strategies if (each.plan, each.compiler_options) == wanted)
     return next((results[each.name].analysis for each in same if not each.fuses), None)
 
 

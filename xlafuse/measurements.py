@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from hlo_analysis.measured import KernelEvent, Profile, ProfileMismatchError, join, with_measured
+from hlo_analysis.measured import Profile, ProfileMismatchError, join, with_measured
 from hlo_analysis.records import Analysis, Comparison, Measured
 from xlafuse.errors import XlafuseError
 from xlafuse.files import read_record
@@ -20,8 +20,6 @@ RECORDINGS = Path(__file__).with_name("recordings")
 
 `scripts/record_measured.py` writes them.
 """
-_BLOCK_RESULTS = Path(__file__).parents[1] / "notebooks" / "results"
-"""Results of `xlafuse bench block`, which times whole strategies; a wheel does not contain them."""
 
 
 class MeasurementsError(XlafuseError, ValueError):
@@ -102,13 +100,10 @@ def with_profile(comparison: Comparison, profile: Profile) -> Comparison:
 def with_recordings(comparison: Comparison, preset: str, shape: str, mode: str, device_kind: str) -> Comparison:
     """Returns the comparison of a block preset with the times recorded on such a GPU, if there are any.
 
-    Times of launches come from the recording of the case. Without one, times of whole strategies come from the block
-    benchmark. If the program has changed since, only the total time stays, as that of an older program.
+    If the program has changed since, only the total time stays, as that of an older program.
     """
-    recorded = dict(_benchmarked(comparison, preset, shape, mode, device_kind))
     file = RECORDINGS / file_name(preset, shape, mode, device_kind)
-    if file.is_file():
-        recorded |= load(file).strategies
+    recorded = load(file).strategies if file.is_file() else {}
     made: dict[str, Analysis] = {}
     for name, analysis in _analysed(comparison):
         if (measured := recorded.get(name)) is not None and analysis.measured is None:
@@ -127,41 +122,6 @@ def file_name(preset: str, shape: str, mode: str, device_kind: str) -> str:
 def _of_an_older_program(name: str, measured: Measured, error: ProfileMismatchError) -> Measured:
     notes = (*measured.notes, f"Recorded before the program of {name} changed: {error}.")
     return replace(measured, launches=(), notes=notes, differs="older program")
-
-
-def _benchmarked(
-    comparison: Comparison, preset: str, shape: str, mode: str, device_kind: str
-) -> Iterator[tuple[str, Measured]]:
-    """Yields times of whole strategies from the files of `xlafuse bench block`, which list the kernels that ran."""
-    from xlafuse.bench.results import load as load_results
-
-    analyses = dict(_analysed(comparison))
-    runs = [run for file in sorted(_BLOCK_RESULTS.glob("block-*.json")) for run in load_results(file).runs]
-    cases = [(run, case) for run in runs for case in run.shapes if run.environment.device_kind == device_kind]
-    for run, case in cases:
-        for each in case.of_kind("strategy") if (case.op, case.spec, case.phase) == (preset, shape, mode) else ():
-            if each.name not in analyses:
-                continue
-            measured = Measured(
-                device=device_kind,
-                source="xlafuse bench block",
-                created=run.started,
-                calls=each.timing.samples,
-                kernel_us=each.timing.median_us,
-                wall_us=each.timing.wall_us,
-                environment=tuple({**run.environment.packages, **run.environment.gpu}.items()),
-            )
-            try:
-                join(analyses[each.name], _profile_of(device_kind, each.timing.kernels))
-            except ProfileMismatchError as error:
-                measured = _of_an_older_program(each.name, measured, error)
-            yield each.name, measured
-
-
-def _profile_of(device: str, kernels: Sequence[str]) -> Profile:
-    """Returns a profile of calls that ran these kernels: three, because the first and the last may seem cut off."""
-    events = (KernelEvent(name=name, start_us=at, duration_us=1.0) for at, name in enumerate((*kernels,) * 3))
-    return Profile(device=device, events=tuple(events))
 
 
 def _analysed(comparison: Comparison) -> list[tuple[str, Analysis]]:

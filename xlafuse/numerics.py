@@ -19,21 +19,21 @@ import numpy as np
 from hlo_analysis.records import Numerics
 from xlafuse.models.config import BlockConfig
 from xlafuse.models.functional import block_function, initial_params
-from xlafuse.models.plan import SITES, FusionPlan
-from xlafuse.models.support import inapplicable
+from xlafuse.models.plan import FusionPlan
 
 Mode = Literal["forward", "grad"]
 
 
 def reduced(config: BlockConfig) -> BlockConfig:
-    """Returns the same block at a size for the CPU: hidden size at most 256, and as few heads as its kernels take.
+    """Returns the same block at a size for the CPU: hidden size at most 256 and at most 4 heads of keys.
 
-    The kinds of norm and MLP and the ratio of query heads to key heads stay the same. A kernel that serves the block
-    serves the small one too.
+    The kinds of norm and MLP and the ratio of query heads to key heads stay the same.
     """
-    groups = config.num_heads // config.num_kv_heads
-    small = dataclasses.replace(
+    kv_heads = min(config.num_kv_heads, 4)
+    return dataclasses.replace(
         config,
+        num_heads=kv_heads * (config.num_heads // config.num_kv_heads),
+        num_kv_heads=kv_heads,
         hidden_size=min(config.hidden_size, 256),
         mlp_size=min(config.mlp_size, 512),
         head_dim=min(config.head_dim, 64),
@@ -41,14 +41,6 @@ def reduced(config: BlockConfig) -> BlockConfig:
         num_experts=(experts := min(config.num_experts, 4)),
         experts_per_token=experts,
     )
-    for kv_heads in range(min(config.num_kv_heads, 4), config.num_kv_heads):
-        fewer = dataclasses.replace(small, num_heads=kv_heads * groups, num_kv_heads=kv_heads)
-        if set(inapplicable(_KERNELS, fewer)) <= set(inapplicable(_KERNELS, config)):
-            return fewer
-    return small
-
-
-_KERNELS = FusionPlan(**{site: "mosaic" for site, choices in SITES.items() if "mosaic" in choices})
 
 
 def check_plans(

@@ -69,6 +69,7 @@ def test_options_reach_the_comparison(invoke, compared):
             "tries": 0,
             "keep_captures": None,
             "timeout": 7.0,
+            "layout": None,
         }
     ]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.primitives.random import key_words, mixed_words
-from xlafuse.studies import cartpole_simulation
-from xlafuse.studies.cartpole_simulation import START, apart, drawn
+from xlafuse.studies import cartpole
+from xlafuse.studies.cartpole import START, apart, drawn
 
 STEPS = 40
 """In which most poles fall."""
@@ -23,6 +23,6 @@ def test_one_kernel_has_the_trajectories_of_jax():
     words, numbers = mixed_words(key), jnp.arange(128, dtype=jnp.int32)
     actions, resets = jax.vmap(lambda step: drawn(words, numbers, step))(jnp.arange(STEPS, dtype=jnp.int32))
     expected = jax.block_until_ready(apart()(states, actions, resets))
-    ours = cartpole_simulation.simulate_drawn(states, key, steps=STEPS)
+    ours = cartpole.simulate_drawn(states, key, steps=STEPS)
     for got, wanted in zip(ours, expected, strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-5)

@@ -17,8 +17,8 @@ from xlafuse.bench import timing
 from xlafuse.cli import app
 from xlafuse.errors import UnknownNameError
 from xlafuse.files import to_json
-from xlafuse.studies import STUDIES, cartpole_simulation, get_study, run_study, variants
-from xlafuse.studies.cartpole_simulation import FALLEN, START, apart, drawn, drawn_apart, precomputed
+from xlafuse.studies import STUDIES, cartpole, get_study, run_study, variants
+from xlafuse.studies.cartpole import FALLEN, START, apart, drawn, drawn_apart, precomputed
 from xlafuse.studies.comparisons import FUSED, UNFUSED, Gain, finding
 from xlafuse.studies.records import Part, Row, StudyError, StudyResult, load, merged
 from xlafuse.studies.variants import Case, Variant
@@ -66,7 +66,7 @@ def test_drawn_randoms_are_uniform():
 
 def test_kernel_refuses_other_sizes():
     with pytest.raises(ValueError, match="multiple of 128 environments"):
-        cartpole_simulation.simulate_drawn(start(100), jnp.zeros(2, jnp.uint32), steps=8)
+        cartpole.simulate_drawn(start(100), jnp.zeros(2, jnp.uint32), steps=8)
 
 
 def test_variants_that_fail_or_differ_have_no_times(monkeypatch):

@@ -22,7 +22,6 @@ from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Problem, ShapeResult
 from xlafuse.bench.settings import BlockSettings
 from xlafuse.bench.timing import Candidate, buffer_sets
-from xlafuse.comparison import fit_plan
 from xlafuse.models import BlockConfig, block_function, get_preset
 from xlafuse.strategies import Strategy, get_strategy
 
@@ -111,14 +110,13 @@ def program(strategy: Strategy, config: BlockConfig, shape: tuple[int, int], mod
     It returns the output and, for "grad", the gradients of the weights' leaves and of x.
 
     Raises:
-        InapplicablePlanError: the block has no site for any of the strategy's kernels.
+        InapplicablePlanError: the block cannot use one of the strategy's kernels.
     """
-    fitted, _ = fit_plan(strategy, config)
-    function, abstract = block_function(config, shape, plan=fitted.plan)
-    function = fitted.rewritten(function)
+    function, abstract = block_function(config, shape, plan=strategy.plan)
+    function = strategy.rewritten(function)
     if mode == "grad":
         function, _ = gradient(function, abstract)
-    return jax.jit(function, compiler_options=dict(fitted.compiler_options))
+    return jax.jit(function, compiler_options=dict(strategy.compiler_options))
 
 
 def _candidates(

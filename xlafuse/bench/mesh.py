@@ -33,7 +33,6 @@ from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, ShapeResult
 from xlafuse.bench.settings import MeshSettings
 from xlafuse.bench.timing import Candidate, Timing
-from xlafuse.comparison import fit_plan
 from xlafuse.models import block_function
 from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
 from xlafuse.models.shardings import PARALLEL, Layout, layout_of, parse_mesh
@@ -136,16 +135,16 @@ def _gradient(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> S
 
             stack = shard_map.stack(block, layout)
         else:
-            fitted, _ = fit_plan(get_strategy(name), block)
-            function, _ = block_function(block, sizes, plan=fitted.plan, layout=layout)
-            options = dict(fitted.compiler_options)
+            strategy = get_strategy(name)
+            function, _ = block_function(block, sizes, plan=strategy.plan, layout=layout)
+            options = dict(strategy.compiler_options)
 
             def plain(layers: Any, x: jax.Array, *positions: jax.Array) -> jax.Array:
                 for weights in layers:
                     x = function(weights, x, *positions)
                 return x
 
-            stack = fitted.rewritten(plain)
+            stack = strategy.rewritten(plain)
 
         def gradient(layers: Any, x: jax.Array, *rest: jax.Array) -> Any:
             *positions, cotangent = rest
@@ -178,8 +177,8 @@ def _train(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Star
     tokens = jax.device_put(tokens, layout.tokens)
 
     def start(name: str) -> tuple[Callable[[], Any], Callable[[], list[Any]]]:
-        fitted, _ = fit_plan(get_strategy(name), config.block)
-        model = Decoder(config, fitted.plan, layout)
+        strategy = get_strategy(name)
+        model = Decoder(config, strategy.plan, layout)
 
         def loss(params: Any, tokens: jax.Array) -> jax.Array:
             # Before the weights are gathered, so that half the bytes are.
@@ -187,10 +186,10 @@ def _train(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Star
             return model.loss(small, tokens, remat=False)
 
         step = jax.jit(
-            partial(model.train_step, optimizer, loss=fitted.rewritten(loss)),
+            partial(model.train_step, optimizer, loss=strategy.rewritten(loss)),
             donate_argnums=(0, 1),
             out_shardings=(of_params, of_state, layout.whole),
-            compiler_options=dict(fitted.compiler_options),
+            compiler_options=dict(strategy.compiler_options),
         )
         types = (params, jax.eval_shape(optimizer.init, params))
         types = jax.tree.map(

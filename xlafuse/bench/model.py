@@ -22,7 +22,6 @@ from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, ShapeResult
 from xlafuse.bench.settings import ModelSettings
 from xlafuse.bench.timing import Candidate, Timing
-from xlafuse.comparison import fit_plan
 from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
 from xlafuse.strategies import get_strategy
 
@@ -215,16 +214,16 @@ def _optimizer() -> Any:
 
 def _compiled(strategy: str, config: DecoderConfig, phase: str, arguments: tuple[Any, ...]) -> tuple[Any, Measured]:
     """Compiles a phase's function with `jax.jit`; returns it with a record of compile time and memory."""
-    fitted, _ = fit_plan(get_strategy(strategy), config.block)
-    decoder = Decoder(config, fitted.plan)
+    found = get_strategy(strategy)
+    decoder = Decoder(config, found.plan)
     function, donated = {
-        "forward": (fitted.rewritten(decoder.logits), ()),
-        "train": (partial(decoder.train_step, _optimizer(), loss=fitted.rewritten(decoder.loss)), (0, 1)),
-        "prefill": (fitted.rewritten(decoder.step), (2,)),
+        "forward": (found.rewritten(decoder.logits), ()),
+        "train": (partial(decoder.train_step, _optimizer(), loss=found.rewritten(decoder.loss)), (0, 1)),
+        "prefill": (found.rewritten(decoder.step), (2,)),
         # With all of its state donated, a step finds every array where the last one did.
-        "decode": (fitted.rewritten(decoder.step), (1, 2, 3)),
+        "decode": (found.rewritten(decoder.step), (1, 2, 3)),
     }[phase]
-    step = jax.jit(function, donate_argnums=donated, compiler_options=dict(fitted.compiler_options))
+    step = jax.jit(function, donate_argnums=donated, compiler_options=dict(found.compiler_options))
     start = time.perf_counter()
     lowered = step.lower(*arguments)
     lowered_at = time.perf_counter()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,46 +15,38 @@ from xlafuse.cli.programs import Program, analysis_of, load_analysis
 
 if TYPE_CHECKING:
     from hlo_analysis.budget import Limits, Lock
-    from hlo_analysis.records import Analysis, Launch
+    from hlo_analysis.records import Analysis
 
 _UNITS = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
-_ANNOTATIONS = 10
-"""GitHub shows at most this many errors of a step."""
+
+
+def parse_bytes(text: str) -> int:
+    """Parses a number of bytes with a decimal unit: '1.5GB' gives 1500000000.
+
+    Raises:
+        typer.BadParameter: the text is not a number of bytes.
+    """
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmgt]?b?)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise typer.BadParameter(f"expected 250000000, 250MB or 1.5GB, got {text!r}")
+    return round(float(match[1]) * _UNITS[match[2]])
+
+
+def _bytes(text: str) -> Any:
+    return typer.Option(metavar="BYTES", parser=parse_bytes, help=text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Program):
     """Options of `xlafuse check`."""
 
-    max_launches: Annotated[
-        int | None, typer.Option("--max-launches", metavar="N", min=0, help="Most launches in one run.")
-    ] = None
-    max_hbm_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--max-hbm-bytes", metavar="BYTES", help="Most HBM traffic in one run, such as 250000000 or 250MB."
-        ),
-    ] = None
-    max_peak_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--max-peak-bytes", metavar="BYTES", help="Most memory in use at once, with arguments and results."
-        ),
-    ] = None
+    max_launches: Annotated[int | None, typer.Option(metavar="N", min=0, help="Most launches in one run.")] = None
+    max_hbm_bytes: Annotated[int | None, _bytes("Most HBM traffic in one run, such as 250000000 or 250MB.")] = None
+    max_peak_bytes: Annotated[int | None, _bytes("Most memory in use at once, with arguments and results.")] = None
     max_value_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--max-value-bytes",
-            metavar="BYTES",
-            help="Largest array between launches, such as 64MB: each that one launch writes for others to read.",
-        ),
+        int | None, _bytes("Largest array between launches, such as 64MB: one launch writes it for others to read.")
     ] = None
-    max_collective_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--max-collective-bytes", metavar="BYTES", help="Most bytes that one GPU sends to others in one run."
-        ),
-    ] = None
+    max_collective_bytes: Annotated[int | None, _bytes("Most bytes that one GPU sends to others in one run.")] = None
     no_all_gather: Annotated[
         bool, typer.Option("--no-all-gather", help="Allow no array to be gathered from several GPUs.")
     ] = False
@@ -71,13 +61,6 @@ class Request(Program):
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the numbers to this file, for --baseline.")
     ] = None
-    annotations: Annotated[
-        bool | None,
-        typer.Option(
-            "--annotations/--no-annotations",
-            help="Also print GitHub annotations. Default: if GITHUB_ACTIONS is set.",
-        ),
-    ] = None
 
 
 def check(request: Request) -> None:
@@ -87,12 +70,7 @@ def check(request: Request) -> None:
     """
     from hlo_analysis.budget import Limits
 
-    sizes = {
-        name: None if text is None else parse_bytes(text, f"--{name.replace('_', '-')}")
-        for name in ("max_hbm_bytes", "max_peak_bytes", "max_value_bytes", "max_collective_bytes")
-        for text in [getattr(request, name)]
-    }
-    limits = Limits(max_launches=request.max_launches, no_all_gather=request.no_all_gather, **sizes)
+    limits = Limits(**{field.name: getattr(request, field.name) for field in fields(Limits)})
     baseline = request.baseline
     if limits.is_none and baseline is None and request.write is None:
         raise InputError(
@@ -100,35 +78,13 @@ def check(request: Request) -> None:
         )
     before, full = _baseline(baseline) if baseline is not None else (None, None)
     analysis = analysis_of(request)
-    on_github = os.environ.get("GITHUB_ACTIONS") == "true"
-    is_annotated = on_github if request.annotations is None else request.annotations
-    exceeded = _checked(analysis, limits, before, full, baseline or "", is_annotated=is_annotated)
+    exceeded = _checked(analysis, limits, before, full, baseline or "")
     if request.write is not None:
         _write(analysis, request.write)
     raise typer.Exit(1 if exceeded else 0)
 
 
-def parse_bytes(text: str, option: str = "--max-hbm-bytes") -> int:
-    """Parses a number of bytes with a decimal unit: '1.5GB' gives 1500000000.
-
-    Raises:
-        InputError: the text is not a number of bytes.
-    """
-    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmgt]?b?)", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
-        raise InputError(f"expected {option} as 250000000, 250MB or 1.5GB, got {text!r}")
-    return round(float(match[1]) * _UNITS[match[2]])
-
-
-def _checked(
-    analysis: Analysis,
-    limits: Limits,
-    before: Lock | None,
-    full: Analysis | None,
-    baseline: str,
-    *,
-    is_annotated: bool,
-) -> bool:
+def _checked(analysis: Analysis, limits: Limits, before: Lock | None, full: Analysis | None, baseline: str) -> bool:
     """Prints what is exceeded and by which launches; returns whether anything is."""
     from hlo_analysis.budget import Limits, differences_in_making, excesses, lock_of, other_program, responsible
     from hlo_analysis.report.budget import excess_text, responsible_lines
@@ -150,13 +106,9 @@ def _checked(
             (excess, _changed_launches(full, analysis)) for excess in excesses(analysis, known, f"as in {baseline}")
         ]
     for excess, among in found:
-        blamed = responsible(analysis, excess, among)
         print(f"exceeded: {excess_text(excess)}")
-        for line in responsible_lines(blamed):
+        for line in responsible_lines(responsible(analysis, excess, among)):
             print(line)
-        if is_annotated:
-            for launch, reason in blamed[:_ANNOTATIONS]:
-                print(annotation(launch, f"{excess_text(excess)}; #{launch.index} {launch.name}: {reason}"))
     if not found:
         total = f"{plural(analysis.launch_count, 'launch')}, {format_bytes(analysis.traffic.bytes)} of HBM traffic"
         print(f"ok: {analysis.label} on {analysis.provenance.target}: {total}")
@@ -192,27 +144,3 @@ def _write(analysis: Analysis, path: Path) -> None:
         raise InputError(f"cannot write {path}: no folder {path.parent}")
     write_files(path.parent, {path.name: lock_to_json(lock_of(analysis))})
     print(f"wrote {path}")
-
-
-def annotation(launch: Launch, message: str) -> str:
-    """Returns a GitHub annotation at the launch's source line, or without a place if that is unknown."""
-    place = ""
-    if launch.source is not None:
-        name, _, line = launch.source.rpartition(":")
-        place = f"file={_escaped(_path_from_here(name), is_property=True)},line={line},"
-    return f"::error {place}title=xlafuse check::{_escaped(message)}"
-
-
-def _escaped(text: str, *, is_property: bool = False) -> str:
-    """Escapes text as GitHub's workflow commands require for data and properties."""
-    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    return text.replace(":", "%3A").replace(",", "%2C") if is_property else text
-
-
-def _path_from_here(name: str) -> str:
-    """Returns the path of the imported file of that name from the current folder; the name unless exactly one fits."""
-    here = Path.cwd()
-    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    paths = [Path(file) for file in files if file and Path(file).name == name]
-    inside = [path for path in paths if path.is_relative_to(here)]
-    return inside[0].relative_to(here).as_posix() if len(inside) == 1 else name

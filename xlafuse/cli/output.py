@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -24,12 +24,33 @@ class Format(StrEnum):
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="markdown: for an issue or a pull request.")]
+_LONGEST_WHOLE = 30
+"""Characters of the longest cell of a column that is never broken."""
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
 
 
 def print_json(value: Any) -> None:
     """Prints a value of plain types as JSON."""
     sys.stdout.write(json.dumps(value, indent=1, ensure_ascii=False, default=str) + "\n")
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
+    """Prints a table; where the terminal is too narrow for it, row by row. Long texts may be broken into lines."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from hlo_analysis.report.console import fitted
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    for heading, cells in zip(headings, zip(*rows, strict=True), strict=True):
+        is_short = max(map(len, cells)) <= _LONGEST_WHOLE
+        table.add_column(heading, no_wrap=is_short, min_width=None if is_short else _LONGEST_WHOLE)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console = Console()
+    console.print(fitted(console, [lambda: table]))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import sys
+import time
 import warnings
 import webbrowser
 from collections.abc import Callable, Collection, Sequence
@@ -33,6 +34,7 @@ TRIES = 5
 """How many remedies a report tries by default."""
 OPTIONS_STRATEGY = "xla_options"
 DEFAULT_FOLDER = Path("xlafuse-report")
+_FINISHED = ("done", "failed", "not applicable")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +112,6 @@ class Request(Source):
     profile: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Show times from a profile of this program by jax.profiler."),
-    ] = None
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the measured launches as trace events, for ui.perfetto.dev."),
     ] = None
     numerics: Annotated[
         bool, typer.Option("--numerics/--no-numerics", help="Check a block's results on the CPU at a small size.")
@@ -212,7 +210,7 @@ def _made(request: Request) -> tuple[Comparison, list[Path], list[str]]:
             comparison, failed = _compare(request, program, shapes, ready)
         comparison = finished(comparison)
         written = _write(comparison, folder, has_times=request.measure) if folder else []
-        return comparison, [*written, *_write_trace(comparison, request.trace)], failed
+        return comparison, written, failed
 
 
 def _unused_folder() -> Path:
@@ -294,9 +292,6 @@ def _program(request: Request) -> tuple[Any, tuple[Any, ...]]:
 def _compare(
     request: Request, program: Any, shapes: tuple[Any, ...], ready: Callable[[Comparison], None]
 ) -> tuple[Comparison, list[str]]:
-    from rich.console import Console
-
-    from xlafuse.cli.progress import progress_on
     from xlafuse.comparison import compare
     from xlafuse.strategies import resolve_strategies
 
@@ -311,33 +306,39 @@ def _compare(
     baseline = request.baseline or BASELINE
     tries = request.tries if request.tries is not None else TRIES if baseline == BASELINE else 0
     states: dict[str, str] = {}
-    with progress_on(Console(stderr=True), labels) as show:
+    started: dict[str, float] = {}
 
-        def progress(name: str, state: str) -> None:
-            states[name] = state
-            show(name, state)
+    def progress(name: str, state: str) -> None:
+        states[name] = state
+        if state == "compiling":
+            started[name] = time.monotonic()
+        elif state in _FINISHED:
+            took = f" after {time.monotonic() - started[name]:.1f} s" if name in started else ""
+            finished = sum(states.get(each) in _FINISHED for each in labels)
+            of = f" ({finished} of {len(labels)})" if name in labels else ""
+            print(f"{name}: {state}{took}{of}", file=sys.stderr)
 
-        try:
-            comparison = compare(
-                program,
-                shapes,
-                strategies=strategies,
-                target="attached" if request.measure else request.target,
-                mode=request.mode.value,
-                baseline=baseline,
-                numerics=request.numerics,
-                tries=tries,
-                keep_captures=request.keep_capture,
-                progress=progress,
-                ready=ready,
-                timeout=request.timeout,
-                **({"measure": True} if request.measure else {}),
-                **({"layout": layout} if (layout := _layout(request)) else {}),
-            )
-        except ComparisonError as error:
-            # If the others failed, it does not matter that some strategies do not apply.
-            reasons = {name: reason for name, reason in error.reasons.items() if states.get(name) == "failed"}
-            raise ComparisonError(reasons or error.reasons) from None
+    try:
+        comparison = compare(
+            program,
+            shapes,
+            strategies=strategies,
+            target="attached" if request.measure else request.target,
+            mode=request.mode.value,
+            baseline=baseline,
+            numerics=request.numerics,
+            tries=tries,
+            keep_captures=request.keep_capture,
+            progress=progress,
+            ready=ready,
+            timeout=request.timeout,
+            layout=_layout(request),
+            **({"measure": True} if request.measure else {}),
+        )
+    except ComparisonError as error:
+        # If the others failed, it does not matter that some strategies do not apply.
+        reasons = {name: reason for name, reason in error.reasons.items() if states.get(name) == "failed"}
+        raise ComparisonError(reasons or error.reasons) from None
     return comparison, [name for name, state in states.items() if state == "failed"]
 
 
@@ -361,15 +362,6 @@ def _write(comparison: Comparison, folder: Path, *, has_times: bool) -> list[Pat
     if has_times:
         files["measured.json"] = measurements.to_json(measurements.measurements_of(comparison))
     return write_files(folder, files)
-
-
-def _write_trace(comparison: Comparison, path: Path | None) -> list[Path]:
-    from hlo_analysis.measured import trace_events
-
-    if path is None:
-        return []
-    text = trace_events(*(each.analysis for each in comparison.strategies if each.analysis is not None))
-    return write_files(path.parent, {path.name: text})
 
 
 def _show(comparison: Comparison, written: list[Path], *, as_json: bool, as_markdown: bool) -> None:

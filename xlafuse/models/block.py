@@ -107,17 +107,15 @@ class TransformerBlock(nnx.Module):
         positions: Array | None = None,
         *,
         plan: FusionPlan | None = None,
-        dropout_key: Array | None = None,
         layout: Layout | None = None,
     ) -> Array:
         """Applies the block to `x` (B, T, hidden).
 
         `positions` (B, T), int32, are the tokens' positions for RoPE; None counts from 0. `plan` names the
-        implementation of each site; None leaves all to XLA. Dropout acts only if `dropout_key` is given. With a
-        `layout` of several devices, activations have its shardings. Raises `InapplicablePlanError` if the plan asks for
-        a kernel that this block cannot use.
+        implementation of each site; None leaves all to XLA. With a `layout` of several devices, activations have its
+        shardings. Raises `InapplicablePlanError` if the plan asks for a kernel that this block cannot use.
         """
-        y, _ = self._apply(x, positions, plan, None, None, dropout_key, layout)
+        y, _ = self._apply(x, positions, plan, None, None, layout)
         return y if layout is None else layout.placed(y)
 
     def with_cache(
@@ -134,7 +132,7 @@ class TransformerBlock(nnx.Module):
         A single token per sequence attends to the whole cache. Several tokens are the prompt: they attend to each
         other, and `filled` is 0.
         """
-        y, extended = self._apply(x, positions, plan, cache, filled, None)
+        y, extended = self._apply(x, positions, plan, cache, filled)
         return y, cast(KeyValueCache, extended)
 
     def _apply(
@@ -144,16 +142,13 @@ class TransformerBlock(nnx.Module):
         plan: FusionPlan | None,
         cache: KeyValueCache | None,
         filled: Array | None,
-        dropout_key: Array | None,
         layout: Layout | None = None,
     ) -> tuple[Array, KeyValueCache | None]:
-        config, plan = self.config, plan or FusionPlan()
-        if x.ndim != 3 or x.shape[-1] != config.hidden_size:
-            raise ValueError(f"x must have the shape (batch, length, {config.hidden_size}), got {x.shape}.")
+        if x.ndim != 3 or x.shape[-1] != self.config.hidden_size:
+            raise ValueError(f"x must have the shape (batch, length, {self.config.hidden_size}), got {x.shape}.")
         try:
-            if plan.rope not in ("xla", "best") and config.rope_theta is None:
-                raise NotImplementedError(f"{config.name} has no rotary embedding")
-            return self._planned(x, positions, plan, cache, filled, dropout_key, layout)
+            with jax.named_scope("block"):
+                return self._planned(x, positions, plan or FusionPlan(), cache, filled, layout)
         except NotImplementedError as error:
             raise InapplicablePlanError(str(error)) from error
 
@@ -164,32 +159,26 @@ class TransformerBlock(nnx.Module):
         plan: FusionPlan,
         cache: KeyValueCache | None,
         filled: Array | None,
-        dropout_key: Array | None,
         layout: Layout | None,
     ) -> tuple[Array, KeyValueCache | None]:
         config = self.config
-        attention_key, mlp_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        with jax.named_scope("block"):
-            (query, key, value), x = self._normed_heads(x, positions, plan)
-            if layout is not None:
-                query, key, value = map(layout.placed_wide, (query, key, value))
-            with jax.named_scope("attention"):
-                if cache is not None and x.shape[1] == 1:
-                    mixed, cache = self._mix_cached(query, key, value, cache, cast(Array, filled), plan.attention)
-                else:
-                    mixed = self._mix(query, key, value, plan.attention)
-                    if cache is not None:
-                        cache = cache.appended(key, value, cast(Array, filled))
-                mixed = mixed.reshape(*x.shape[:2], config.num_heads * config.head_dim)
-            x = self._add_projected(
-                x, mixed, plan.output_projection, self.output, ("output", "attention"), attention_key
-            )
-            if config.num_experts:
-                return self._add_experts(x, plan, mlp_key), cache
-            hidden, x = self._expand(x, plan)
-            hidden = hidden if layout is None else layout.placed_wide(hidden)
-            y = self._add_projected(x, hidden, plan.down_projection, self.down, ("down", "mlp"), mlp_key)
-            return y, cache
+        (query, key, value), x = self._normed_heads(x, positions, plan)
+        if layout is not None:
+            query, key, value = map(layout.placed_wide, (query, key, value))
+        with jax.named_scope("attention"):
+            if cache is not None and x.shape[1] == 1:
+                mixed, cache = self._mix_cached(query, key, value, cache, cast(Array, filled), plan.attention)
+            else:
+                mixed = self._mix(query, key, value, plan.attention)
+                if cache is not None:
+                    cache = cache.appended(key, value, cast(Array, filled))
+            mixed = mixed.reshape(*x.shape[:2], config.num_heads * config.head_dim)
+        x = self._add_projected(x, mixed, plan.output_projection, self.output, ("output", "attention"))
+        if config.num_experts:
+            return self._add_experts(x, plan), cache
+        hidden, x = self._expand(x, plan)
+        hidden = hidden if layout is None else layout.placed_wide(hidden)
+        return self._add_projected(x, hidden, plan.down_projection, self.down, ("down", "mlp")), cache
 
     def _normed_heads(
         self, x: Array, positions: Array | None, plan: FusionPlan
@@ -218,7 +207,7 @@ class TransformerBlock(nnx.Module):
             )
         if config.rope_theta is not None:
             with jax.named_scope("rope"):
-                query, key = self._rotate(query, key, positions, plan.rope)
+                query, key = self._rotate(query, key, positions)
         return query, key, value
 
     def _mix(self, query: Array, key: Array, value: Array, implementation: str) -> Array:
@@ -252,28 +241,23 @@ class TransformerBlock(nnx.Module):
         implementation: str,
         layer: nnx.Linear,
         names: tuple[str, str],
-        dropout_key: Array | None,
     ) -> Array:
-        """Returns `stream + dropout(layer(x))`; `names` are the scopes of the projection and of the addition."""
-        drops = dropout_key is not None and self.config.dropout_rate > 0
+        """Returns `stream + layer(x)`; `names` are the scopes of the projection and of the addition."""
         with jax.named_scope(f"{names[0]}_projection"):
-            if implementation != "xla" and not drops:
+            if implementation != "xla":
                 return kernels.project(self.config, x, layer, _named(implementation), residual=stream)
-            update = self._project(layer, x, implementation)
-        update = self._dropout(update, dropout_key)
+            update = layer(x)
         with jax.named_scope(f"{names[1]}_residual"):
             return stream + update
 
-    def _add_experts(self, x: Array, plan: FusionPlan, dropout_key: Array | None) -> Array:
+    def _add_experts(self, x: Array, plan: FusionPlan) -> Array:
         with jax.named_scope("mlp_norm"):
             normed, stream = self.mlp_norm(x, plan.mlp_norm)
-        update = self._dropout(self.experts(normed, plan), dropout_key)
+        update = self.experts(normed, plan)
         with jax.named_scope("mlp_residual"):
             return stream + update
 
-    def _rotate(self, query: Array, key: Array, positions: Array | None, implementation: str) -> tuple[Array, Array]:
-        if implementation != "xla":
-            return kernels.rotate(self.config, query, key, positions, _named(implementation))
+    def _rotate(self, query: Array, key: Array, positions: Array | None) -> tuple[Array, Array]:
         if positions is None:
             positions = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
         wide = jnp.promote_types(query.dtype, jnp.float32)
@@ -293,10 +277,9 @@ class TransformerBlock(nnx.Module):
                 return kernels.expand_gated(config, x, self.gate, self.up, _named(how), norm=norm), x
         with jax.named_scope("mlp_norm"):
             normed, stream = self.mlp_norm(x, plan.mlp_norm)
-        expand = self._expand_gated if config.mlp == "swiglu" else self._expand_plain
-        return expand(normed, how, plan.activation), stream
+        return (self._expand_gated if config.mlp == "swiglu" else self._expand_plain)(normed, how), stream
 
-    def _expand_gated(self, x: Array, implementation: str, activation: str) -> Array:
+    def _expand_gated(self, x: Array, implementation: str) -> Array:
         with jax.named_scope("gate_up_projection"):
             if implementation in _FUSES:
                 return kernels.expand_gated(self.config, x, self.gate, self.up, _named(implementation))
@@ -306,31 +289,12 @@ class TransformerBlock(nnx.Module):
             else:
                 gate, up = self.gate(x), self.up(x)
         with jax.named_scope("activation"):
-            if implementation == "triton":
-                return gate * up
-            if activation == "xla":
-                return jax.nn.silu(gate) * up
-            return pallas_kernels.gated_activation(gate, up, activation="silu", implementation=_named(activation))
+            return gate * up if implementation == "triton" else jax.nn.silu(gate) * up
 
-    def _expand_plain(self, x: Array, implementation: str, activation: str) -> Array:
-        if implementation != "xla":
-            with jax.named_scope("up_projection"):
-                return kernels.project(self.config, x, self.up, _named(implementation), activation="gelu_tanh")
-        if activation == "xla":
-            with jax.named_scope("up_projection"):
-                up = self.up(x)
-            with jax.named_scope("activation"):
-                return jax.nn.gelu(up, approximate=True)
-        dtype = jnp.dtype(self.config.dtype)
+    def _expand_plain(self, x: Array, implementation: str) -> Array:
         with jax.named_scope("up_projection"):
-            up = jnp.matmul(x.astype(dtype), self.up.kernel[...].astype(dtype))
+            if implementation != "xla":
+                return kernels.project(self.config, x, self.up, _named(implementation), activation="gelu_tanh")
+            up = self.up(x)
         with jax.named_scope("activation"):
-            bias = None if self.up.bias is None else self.up.bias[...]
-            return pallas_kernels.bias_activation(up, bias, activation="gelu_tanh", implementation=_named(activation))
-
-    def _dropout(self, x: Array, key: Array | None) -> Array:
-        if key is None or self.config.dropout_rate == 0.0:
-            return x
-        with jax.named_scope("dropout"):
-            kept = jax.random.bernoulli(key, 1.0 - self.config.dropout_rate, x.shape)
-            return jnp.where(kept, x / (1.0 - self.config.dropout_rate), 0).astype(x.dtype)
+            return jax.nn.gelu(up, approximate=True)

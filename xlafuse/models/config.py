@@ -32,8 +32,6 @@ class BlockConfig:
     num_experts: int = 0
     """The number of MLPs, of which each token goes through `experts_per_token`; 0: one MLP without a router."""
     experts_per_token: int = 0
-    dropout_rate: float = 0.0
-    """Rate of the dropout on the outputs of attention and MLP; it acts only if a dropout key is given."""
     dtype: str = "bfloat16"
     param_dtype: str = "bfloat16"
 
@@ -54,8 +52,6 @@ class BlockConfig:
             )
         if self.num_experts and (self.mlp != "swiglu" or self.use_bias):
             raise ValueError("experts are SwiGLU MLPs without biases: mlp must be 'swiglu' and use_bias False.")
-        if not 0.0 <= self.dropout_rate < 1.0:
-            raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}.")
         if self.norm not in ("rms_norm", "layer_norm"):
             raise UnknownNameError("norm", self.norm, ("rms_norm", "layer_norm"))
         if self.mlp not in ("swiglu", "gelu"):
@@ -79,7 +75,6 @@ PRESETS: dict[str, BlockConfig] = {
             mlp="gelu",
             rope_theta=None,
             use_bias=True,
-            dropout_rate=0.1,
         ),
         # arXiv:2401.04088, table 1.
         BlockConfig(

@@ -13,6 +13,9 @@ import pallas_kernels
 from xlafuse.models.config import BlockConfig
 from xlafuse.models.plan import FusionPlan
 
+_BY_XLA = ("xla", "triton")
+"""Implementations that XLA computes: no Triton kernel multiplies groups of rows by matrices of their own."""
+
 
 class Routing(NamedTuple):
     """The routing of tokens: a row for each token and chosen expert, sorted by expert.
@@ -54,7 +57,7 @@ class Experts(nnx.Module):
         hidden = _expanded(rows, gate, up, routing.sizes, plan)
         with jax.named_scope("down_projection"):
             how = plan.down_projection
-            if how == "xla":
+            if how in _BY_XLA:
                 y = lax.ragged_dot(hidden, down, routing.sizes)
             else:
                 y = pallas_kernels.grouped_linear(hidden, down, routing.sizes, implementation=_named(how))
@@ -80,13 +83,11 @@ def _expanded(rows: Array, gate: Array, up: Array, sizes: Array, plan: FusionPla
     """Returns `silu(rows @ gate) * (rows @ up)` by the weights of each row's expert."""
     how = plan.up_projection
     with jax.named_scope("gate_up_projection"):
-        if how != "xla":
+        if how not in _BY_XLA:
             return pallas_kernels.grouped_gated_linear(rows, gate, up, sizes, implementation=_named(how))
         gated, linear = lax.ragged_dot(rows, gate, sizes), lax.ragged_dot(rows, up, sizes)
     with jax.named_scope("activation"):
-        if plan.activation == "xla":
-            return jax.nn.silu(gated) * linear
-        return pallas_kernels.gated_activation(gated, linear, implementation=_named(plan.activation))
+        return jax.nn.silu(gated) * linear
 
 
 def _named(implementation: str) -> str | None:

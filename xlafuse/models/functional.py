@@ -17,7 +17,7 @@ from xlafuse.models.plan import FusionPlan
 from xlafuse.models.shardings import Layout, sharded
 
 BlockFunction = Callable[..., Array]
-"""`(params, x, positions=None, dropout_key=None) -> y`: `x` and `y` are (B, T, hidden), `params` a nested dict."""
+"""`(params, x, positions=None) -> y`: `x` and `y` are (B, T, hidden), `params` a nested dict."""
 
 
 def resolve_config(block: str | BlockConfig, *, dtype: str | None = None) -> BlockConfig:
@@ -31,15 +31,14 @@ def block_function(
     shape: tuple[int, int],
     *,
     plan: FusionPlan | None = None,
-    dropout: bool = False,
     layout: Layout | None = None,
 ) -> tuple[BlockFunction, tuple[Any, ...]]:
     """Returns the block as a pure function, with abstract arguments of `shape` (batch, length) for tracing.
 
     The arguments are the weights (a nested dict), `x`, and the tokens' positions if the block has RoPE. Positions are
-    arguments because a server's step gets them from its caller; as constants, XLA would fold the angles away. With
-    `dropout=True` a random key (uint32[2]) comes last. No array is allocated, so that any size can be traced on a
-    laptop. With a `layout`, the arguments have its shardings, and the result that of `x`.
+    arguments because a server's step gets them from its caller; as constants, XLA would fold the angles away. No array
+    is allocated, so that any size can be traced on a laptop. With a `layout`, the arguments have its shardings, and the
+    result that of `x`.
 
     Raises `UnknownNameError` for an unknown preset, `ValueError` for a shape that is not two positive integers, and
     `ShardingError` for a layout that cuts what cannot be cut.
@@ -52,10 +51,10 @@ def block_function(
     graph, state = nnx.split(abstract)
     params = nnx.to_pure_dict(state)
 
-    def apply(params: Any, x: Array, positions: Array | None = None, dropout_key: Array | None = None) -> Array:
+    def apply(params: Any, x: Array, positions: Array | None = None) -> Array:
         # A State and its plain dictionary flatten in the same order.
         restored = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(params))
-        return nnx.merge(graph, restored)(x, positions, plan=plan, dropout_key=dropout_key, layout=layout)
+        return nnx.merge(graph, restored)(x, positions, plan=plan, layout=layout)
 
     apply.__name__ = apply.__qualname__ = "block"
     x = ShapeDtypeStruct((batch, length, config.hidden_size), jnp.dtype(config.dtype))
@@ -64,8 +63,6 @@ def block_function(
         params = sharded(params, layout.of_weights(params), "params")
         x = sharded(x, layout.rows, "x")
         positions = positions and sharded(positions, layout.tokens, "positions")
-    if dropout:
-        return apply, (params, x, positions, ShapeDtypeStruct((2,), jnp.uint32))
     return apply, (params, x) if positions is None else (params, x, positions)
 
 

@@ -71,17 +71,6 @@ def project_heads(
     )
 
 
-def rotate(
-    config: BlockConfig, query: Array, key: Array, positions: Array | None, implementation: str | None
-) -> tuple[Array, Array]:
-    """Applies the rotary embedding to query and key (B, T, N, H) at `positions` (B, T); None counts from 0."""
-    if positions is None:
-        positions = jnp.arange(query.shape[1], dtype=jnp.int32)
-    theta = cast(float, config.rope_theta)
-    rotated = pallas_kernels.rope(query, key, positions, theta=theta, implementation=implementation)
-    return cast(tuple[Array, Array], rotated)
-
-
 def attend(query: Array, key: Array, value: Array, *, is_causal: bool, implementation: str | None) -> Array:
     """Computes scaled dot-product attention; shapes as for `layers.attention`.
 

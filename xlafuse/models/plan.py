@@ -9,12 +9,10 @@ from xlafuse.errors import UnknownNameError
 SITES: dict[str, tuple[str, ...]] = {
     "attention_norm": ("xla", "mosaic", "triton", "best"),
     "qkv_projection": ("xla", "mosaic", "triton", "best"),
-    "rope": ("xla", "mosaic", "best"),
     "attention": ("xla", "mosaic", "triton", "cudnn", "best"),
     "output_projection": ("xla", "mosaic", "triton", "best"),
     "mlp_norm": ("xla", "mosaic", "triton", "best"),
     "up_projection": ("xla", "mosaic", "triton", "best"),
-    "activation": ("xla", "mosaic", "best"),
     "down_projection": ("xla", "mosaic", "triton", "best"),
 }
 """Sites of the block in program order, with the implementations of each."""
@@ -30,23 +28,20 @@ class FusionPlan:
 
     Kernels fuse work around their site. A norm's kernel adds the residual stream's gradient in the backward pass. An
     RMSNorm becomes part of the product after it if both are kernels, the rows are few and nothing is differentiated.
-    The product of query, key and value applies RoPE, so that `rope` is ignored. The output and down projections add
-    bias and residual, unless there is dropout in between. In a SwiGLU block, the up projection multiplies by the gate's
-    weights and applies the activation, so that `activation` is ignored. A separate GELU kernel adds the bias. Experts'
-    products are the grouped ones, and their residual is a launch of its own. Weights and results are the same under
-    every plan, up to rounding.
+    The product of query, key and value applies RoPE. The output and down projections add bias and residual, the up
+    projection applies the activation, and in a SwiGLU block multiplies by the gate's weights. Experts' products are the
+    grouped ones, by XLA under "triton", and their residual is a launch of its own. Weights and results are the same
+    under every plan, up to rounding.
 
     Raises `UnknownNameError` (a `ValueError`) for an implementation that a site does not have.
     """
 
     attention_norm: str = "xla"
     qkv_projection: str = "xla"
-    rope: str = "xla"
     attention: str = "xla"
     output_projection: str = "xla"
     mlp_norm: str = "xla"
     up_projection: str = "xla"
-    activation: str = "xla"
     down_projection: str = "xla"
 
     def __post_init__(self):
