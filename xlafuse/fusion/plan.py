@@ -77,7 +77,7 @@ def make_plan(
     """Plans a `Jaxpr`. ops: the operations that it may call; None: all. skip: those that it may not."""
     graph = build(jaxpr)
     search = Search(graph, allow)
-    candidates = [site for spelling in spellings if spelling.may_be_taken for site in search.sites(spelling)]
+    candidates = [site for spelling in spellings for site in search.sites(spelling)]
     sites, overlapping = _reading_only_results(*_without_overlap(graph, candidates))
     sites, written, combining = combined(graph, sites, ops, skip)
     if (ops is None or PADDED in ops) and PADDED not in skip:
@@ -95,7 +95,7 @@ def make_plan(
             inner[equation] = bodies
 
     def why_not() -> tuple[Refusal, ...]:
-        found = refusals(search, spellings, (*sites, *written), combining, overlapping)
+        found = refusals(search, (*sites, *written), combining, overlapping)
         return tuple(each for each in found if (ops is None or each.operation in ops) and each.operation not in skip)
 
     return Plan(graph=graph, sites=sites, written=written, inner=inner, why_not=why_not)

@@ -20,7 +20,6 @@ from xlafuse.fusion.match import Difference, Match, other_number
 from xlafuse.fusion.near import MOST_STEPS, computes_wide, nearest
 from xlafuse.fusion.search import TELLING, Attempt, Search, is_computed_by, pieces_of
 from xlafuse.fusion.site import Refusal, Site
-from xlafuse.fusion.spelling import Spelling
 from xlafuse.fusion.spellings import OPERATIONS
 from xlafuse.fusion.terms import BY_ELEMENT
 from xlafuse.fusion.words import listed, noun
@@ -32,11 +31,7 @@ _UNPACKING = frozenset(("shift_right_logical", "shift_right_arithmetic", "shift_
 
 
 def refusals(
-    search: Search,
-    spellings: Sequence[Spelling],
-    sites: Sequence[Site],
-    combining: Sequence[Refusal],
-    overlapping: Sequence[Refusal],
+    search: Search, sites: Sequence[Site], combining: Sequence[Refusal], overlapping: Sequence[Refusal]
 ) -> tuple[Refusal, ...]:
     """Returns why values outside the sites are not results of operations, once for each operation and value.
 
@@ -52,9 +47,6 @@ def refusals(
         """Returns whether a site has a value; what `linear` has, `lora_linear` may have more of."""
         return is_computed_by(value, taken - (by_linear - by_others) if operation == "lora_linear" else taken)
 
-    for spelling in spellings:
-        if not spelling.may_be_taken:
-            list(search.sites(spelling, outside=taken))
     disallowed = [each for each in search.disallowed if not is_taken(each.operation, each.value)]
     told = {(each.operation, behind(each.value)) for each in disallowed}
     attempts = {

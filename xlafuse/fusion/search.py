@@ -56,15 +56,14 @@ class Search:
         for value in values:
             self._by_root.setdefault(value.primitive, []).append(value)
 
-    def sites(self, spelling: Spelling, outside: frozenset[Equation] = frozenset()) -> Iterator[Site]:
-        """Yields all sites of a spelling, whether or not they overlap. outside: equations whose results are none."""
+    def sites(self, spelling: Spelling) -> Iterator[Site]:
+        """Yields all sites of a spelling, whether or not they overlap."""
         for primitive in sorted(spelling.roots):
             for value in self._by_root.get(primitive, ()):
-                if not is_computed_by(value, outside):
-                    found = self._first_site(spelling, value)
-                    if found is not None:
-                        self._found[spelling, value] = found
-                        yield found
+                found = self._first_site(spelling, value)
+                if found is not None:
+                    self._found[spelling, value] = found
+                    yield found
 
     def _first_site(self, spelling: Spelling, value: Value) -> Site | None:
         """Returns the site of a value; in repeated layers that of the layer searched, moved to it."""
@@ -88,28 +87,19 @@ class Search:
             match = nearest(pattern, spelling.floating, value, pieces, steps=0)
             is_fitting = match is not None and match.only_rounds
         if match is None or not is_fitting:
-            if spelling.may_be_taken:
-                attempt = Attempt(spelling=spelling, pattern=pattern, failure=matcher.failure)
-                self.attempts.setdefault((spelling.operation, value), []).append(attempt)
+            attempt = Attempt(spelling=spelling, pattern=pattern, failure=matcher.failure)
+            self.attempts.setdefault((spelling.operation, value), []).append(attempt)
             return None
         covered = equations_between(value, match.arrays.values())
-        if objection := self._objection(spelling, proposal, match):
+        objection = spelling.objection({**proposal.arrays, **proposal.static, **match.numbers})
+        if "x" in match.arrays and match.arrays["x"].missing and not objection:
+            objection = "x is broadcast to its rows, and the operation would compute each of them again"
+        if objection:
             refusal = Refusal(operation=spelling.operation, value=value, reason=objection, covered=frozenset(covered))
             self.disallowed.append(refusal)
             return None
         self.fitting.append(covered)
         return _make_site(self._graph, spelling, value, proposal, match, matcher)
-
-    def _objection(self, spelling: Spelling, proposal: Proposal, match: Match) -> str:
-        """Returns why a match is refused; "" where it is not."""
-        if reason := spelling.objection({**proposal.static, **match.numbers}):
-            return reason
-        if spelling.difference and spelling.allowed_by not in self.allow:
-            allowance = f"; allow={{{spelling.allowed_by!r}}} takes it" if spelling.allowed_by is not None else ""
-            return spelling.difference + allowance
-        if "x" in match.arrays and match.arrays["x"].missing:
-            return "x is broadcast to its rows, and the operation would compute each of them again"
-        return ""
 
     def _has_needs(self, spelling: Spelling, value: Value) -> bool:
         if value not in self._primitives:
