@@ -193,10 +193,13 @@ def test_refusals_with_line_and_difference(invoke, fused):
 def test_what_is_left_to_xla_is_counted_apart(invoke, fused):
     rows = ("--shape", "bf16[8,256]", "--shape", "bf16[256,256]")
     found = fused("products", *rows)
-    assert (found["taken"], found["left"]) == ([], [{"operation": "linear", "where": "fused_model.py:67", "count": 2}])
+    (left,) = found["left"]
+    assert not found["taken"]
+    assert (left["operation"], left["where"], left["count"]) == ("linear", "fused_model.py:67", 2)
+    assert "XLA is at least as fast" in left["reason"]
     printed = invoke("fuse", "--fn", "fused_model.py:products", *rows).stdout
     assert printed.startswith("products: 0 sites taken, 2 left to XLA, 0 refused\n")
-    assert printed.endswith("\nfused_model.py:67: linear left to XLA, 2 times\n")
+    assert printed.endswith(f"\nfused_model.py:67: linear left to XLA, 2 times: {left['reason']}\n")
 
 
 def test_jitted_helpers_that_are_called_twice(fused):

@@ -51,7 +51,7 @@ ATTENTION: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "three biases": (
         lambda q, k, v, a, b, c: mixed(scores(q, k) + a + b + c, v),
         (struct(1, HEADS, LENGTH, LENGTH, dtype=F32), *[struct(BATCH, 1, 1, LENGTH, dtype=F32)] * 2),
-        "), which attention with a bias does not",
+        "has no addition here",
     ),
     "weights that are kept as they are": (
         lambda q, k, v, keep: jnp.einsum(
@@ -65,13 +65,6 @@ ATTENTION: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         (struct(BATCH, HEADS, LENGTH, LENGTH, dtype=jnp.bool_),),
         "the weights that are kept are divided by 2",
     ),
-    "a gate for each head": (
-        lambda q, k, v, g: jnp.einsum(
-            "bhqk,bkhd->bqhd", (jax.nn.softmax(scores(q, k)) * g[:, None, None]).astype(BF16), v
-        ),
-        (struct(HEADS, dtype=F32),),
-        "also multiplies by an array (float32[8",
-    ),
     "scores that are dropped": (
         lambda q, k, v, keep: mixed(jnp.where(keep, scores(q, k) / 0.9, 0), v),
         (struct(BATCH, HEADS, LENGTH, LENGTH, dtype=jnp.bool_),),
@@ -80,7 +73,7 @@ ATTENTION: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "scores times what dropout keeps": (
         lambda q, k, v, keep: mixed(scores(q, k) * (keep / 0.9), v),
         (struct(BATCH, HEADS, LENGTH, LENGTH, dtype=jnp.bool_),),
-        "also multiplies by an array",
+        "has no multiplication here",
     ),
     "an endless score": (
         lambda q, k, v, seen: mixed(jnp.where(seen, scores(q, k), jnp.inf), v),
@@ -90,12 +83,7 @@ ATTENTION: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "a temperature for each head": (
         lambda q, k, v, t: mixed(scores(q, k) * t[:, None, None], v),
         (struct(HEADS, dtype=F32),),
-        "also multiplies by an array (float32[8",
-    ),
-    "one added to the sum": (
-        lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", off_by_one(scores(q, k)).astype(BF16), v),
-        (),
-        "also adds 1, which attention does not",
+        "has no multiplication here",
     ),
     "weights kept in float32": (
         lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores(q, k)), v.astype(F32)).astype(BF16),
@@ -108,11 +96,6 @@ ATTENTION: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         "no concatenation here",
     ),
 }
-
-
-def off_by_one(scores: jax.Array) -> jax.Array:
-    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-    return weights / (1 + weights.sum(-1, keepdims=True))
 
 
 def mixed_with_sinks(scores: jax.Array, sinks: jax.Array, v: jax.Array) -> jax.Array:
@@ -149,15 +132,10 @@ NORMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         (ROWS, SCALE, SCALE),
         "in bfloat16, and layer_norm in float32",
     ),
-    "dropped inside": (
-        lambda x, s, key: (kept(key, rms(x, 1.0)) * s).astype(BF16),
-        (ROWS, WIDE_SCALE, KEY),
-        "drops elements at random (dropout)",
-    ),
     "a further sum": (
         lambda x, s, b: layer(x, s, b, root_eps=1e-3).astype(BF16),
         (ROWS, WIDE_SCALE, WIDE_SCALE),
-        "also adds 0.001",
+        "has no addition here",
     ),
     "another count": (
         lambda x, s, b: layer(x, s, b, ddof=1).astype(BF16),
@@ -302,25 +280,19 @@ OTHERS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...], str]] = {
         "lora_linear",
         lambda x, w, a, b, key: x @ w + kept(key, x) @ a @ b * 2,
         (ROWS, W, A, B, KEY),
-        "drops elements at random (dropout)",
+        "reads several arrays where lora_linear reads x again",
     ),
     "zero points": (
         "quantized_linear",
         lambda x, w, s, z: x @ ((w.astype(F32) - z) * s).astype(BF16),
         (ROWS, INT8, struct(CLASSES, dtype=F32), struct(CLASSES, dtype=F32)),
-        "also subtracts an array",
+        "has no subtraction here",
     ),
     "two numbers of 4 bits in a byte": (
         "quantized_linear",
         lambda x, w, s: x @ (jnp.concatenate([w & 15, w >> 4]).astype(BF16) * s),
         (ROWS, struct(FEATURES // 2, CLASSES, dtype=jnp.uint8), struct(CLASSES)),
         "its weights are computed from uint8[512, 4096]",
-    ),
-    "swish of another rate": (
-        "linear",
-        lambda x, w, b: (y := x @ w + b) * jax.nn.sigmoid(1.5 * y),
-        (ROWS, W, struct(CLASSES)),
-        "1.5",
     ),
 }
 

@@ -67,10 +67,11 @@ class Taken:
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """Sites at the same lines that stay as they are written, since the operation would run by XLA."""
+    """Sites at the same lines that stay as they are written, since the operation would run by XLA, for `reason`."""
 
     operation: str
     where: str
+    reason: str
     count: int = 1
 
 
@@ -171,6 +172,7 @@ def _findings(
     from xlafuse.fusion.api import is_differentiated
     from xlafuse.fusion.evaluate import evaluate
     from xlafuse.fusion.plan import make_plan
+    from xlafuse.fusion.report import why_left
     from xlafuse.fusion.sources import line_of, stack_of
 
     name = function_name(function)
@@ -201,7 +203,10 @@ def _findings(
     left: list[Left] = []
     refused: dict[Refused, None] = {}
     for each in plan.walk():
-        left += [Left(operation=site.operation, where=line_of(site.root, outside=__file__)) for site in each.written]
+        left += [
+            Left(operation=site.operation, where=line_of(site.root, outside=__file__), reason=why_left(site))
+            for site in each.written
+        ]
         refused |= dict.fromkeys(_refused(each))
     return Findings(function=name, taken=_counted(taken), left=_counted(left), refused=tuple(refused))
 
@@ -300,7 +305,7 @@ def _show(findings: Findings) -> None:
         line("")
     for each in findings.left:
         times = f", {each.count} times" if each.count > 1 else ""
-        line(f"{each.where}: {each.operation} left to XLA{times}", "dim")
+        line(f"{each.where}: {each.operation} left to XLA{times}: {each.reason}", "dim")
     for each in findings.refused:
         line(f"\n{each.where}: no {each.operation}: {each.reason}", "yellow")
         if each.code:

@@ -39,7 +39,7 @@ class Search:
     """Compares a graph's values with spellings.
 
     attempts: the comparisons that failed, by operation and value. disallowed: what fits a spelling and is refused.
-    fitting: the equations of each site.
+    fitting: the equations of each operation's sites.
     """
 
     def __init__(self, graph: Graph, allow: frozenset[str]):
@@ -47,7 +47,7 @@ class Search:
         self.allow = allow
         self.attempts: dict[tuple[str, Value], list[Attempt]] = {}
         self.disallowed: list[Refusal] = []
-        self.fitting: list[set[Equation]] = []
+        self.fitting: dict[str, set[Equation]] = {}
         self._primitives: dict[Value, frozenset[str]] = {}
         self._repeats = Repeats(graph)
         self._found: dict[tuple[Spelling, Value], Site] = {}
@@ -84,7 +84,7 @@ class Search:
         match = matcher.first(value, pieces)
         is_fitting = match is not None and match.arrays.keys() == proposal.arrays.keys()
         if not is_fitting and "rounding" in self.allow and spelling.operation in TELLING and computes_wide(pattern):
-            match = nearest(pattern, spelling.floating, value, pieces, steps=0)
+            match = nearest(pattern, spelling.floating, value, pieces)
             is_fitting = match is not None and match.only_rounds
         if match is None or not is_fitting:
             attempt = Attempt(spelling=spelling, pattern=pattern, failure=matcher.failure)
@@ -98,7 +98,7 @@ class Search:
             refusal = Refusal(operation=spelling.operation, value=value, reason=objection, covered=frozenset(covered))
             self.disallowed.append(refusal)
             return None
-        self.fitting.append(covered)
+        self.fitting.setdefault(spelling.operation, set()).update(covered)
         return _make_site(self._graph, spelling, value, proposal, match, matcher)
 
     def _has_needs(self, spelling: Spelling, value: Value) -> bool:
