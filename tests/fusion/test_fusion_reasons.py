@@ -292,7 +292,7 @@ OTHERS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...], str]] = {
         "quantized_linear",
         lambda x, w, s: x @ (jnp.concatenate([w & 15, w >> 4]).astype(BF16) * s),
         (ROWS, struct(FEATURES // 2, CLASSES, dtype=jnp.uint8), struct(CLASSES)),
-        "its weights are computed from uint8[512, 4096]",
+        "in uint8, and in int8 in quantized_linear",
     ),
 }
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from xlafuse.fusion.binding import equations_between
 from xlafuse.fusion.graph import Equation, Value, before, behind, is_free
 from xlafuse.fusion.match import Difference
@@ -26,7 +24,6 @@ from xlafuse.fusion.words import listed, noun
 _LEAST_FITTED = 4
 """A value is told as nearly an operation if at least so many parts fitted; of `TELLING`, if any did."""
 _REACH = 40
-_UNPACKING = frozenset(("shift_right_logical", "shift_right_arithmetic", "shift_left", "bitcast_convert_type"))
 
 
 def refusals(
@@ -56,7 +53,7 @@ def refusals(
     rounded = list(_rounded(attempts, can_round="rounding" not in search.allow))
     known = {**search.fitting, "": set[Equation]().union(*(each.covered for each in (*rounded, *disallowed)))}
     found = [each for each in overlapping if not is_computed_by(each.value, taken)]
-    found += [*disallowed, *rounded, *_deepest(attempts, known), *_of_few_bits(sites)]
+    found += [*disallowed, *rounded, *_deepest(attempts, known)]
     named: dict[Any, Refusal] = {}
     for each in (*combining, *found):
         if any(each.operation == other.operation and set() < each.covered < other.covered for other in found):
@@ -112,18 +109,6 @@ def _deepest(
             said |= {equation for equation in part if not is_free(equation)}
             place = failure.at if failure.at.equation else value
             yield Refusal(operation=operation, value=place, reason=failure.reason)
-
-
-def _of_few_bits(sites: Sequence[Site]) -> Iterator[Refusal]:
-    """Yields the products whose weights are computed from numbers of 8 bits or fewer other than int8."""
-    for site in sites:
-        for w in (binding.value for name, binding in site.arrays.items() if name.startswith("w")):
-            given = (each for each in before(w, BY_ELEMENT | _UNPACKING, _REACH) if each.equation is None)
-            packed = next((each for each in given if each.shape and each.dtype.itemsize == 1), None)
-            if packed is not None and packed.dtype not in (np.int8, np.bool_):
-                what = f"its weights are computed from {packed.dtype}{list(packed.shape)}"
-                reason = f"{what}, and quantized_linear takes one int8 for each weight, times scales"
-                yield Refusal(operation="quantized_linear", value=w, reason=reason)
 
 
 def _rounding_reason(operation: str, differences: Sequence[Difference]) -> str:
