@@ -173,7 +173,7 @@ def _findings(
     from xlafuse.fusion.evaluate import evaluate
     from xlafuse.fusion.plan import make_plan
     from xlafuse.fusion.report import why_left
-    from xlafuse.fusion.sources import line_of, stack_of
+    from xlafuse.fusion.sources import frame_of, line_of
 
     name = function_name(function)
     closed, structs = _traced(function, arguments)
@@ -183,8 +183,8 @@ def _findings(
     plan = make_plan(closed.jaxpr, sought, allow, ops, skip)
     implementations: dict[Site, str] = {}
     jax.eval_shape(lambda *arrays: evaluate(plan, [*closed.consts, *arrays], implementations.setdefault), *structs)
-    places = {
-        site: stack_of(site.root, outside=__file__)
+    frames = {
+        site: frame_of(site.root, outside=__file__)
         for each in plan.walk()
         for site in sorted(each.sites, key=lambda site: site.root.index)
     }
@@ -193,12 +193,12 @@ def _findings(
             operation=site.operation,
             implementation="xla" if site.note else implementations.get(site, "not computed"),
             where=line_of(site.root, outside=__file__),
-            function=stack[0].function if stack else name,
+            function=frame.function_name if frame else name,
             call=site.note or call_text(site),
             arrays={own: _array(binding.value.dtype, binding.shape) for own, binding in site.arrays.items()},
             equations=len(site.covered),
         )
-        for site, stack in places.items()
+        for site, frame in frames.items()
     ]
     left: list[Left] = []
     refused: dict[Refused, None] = {}
@@ -265,14 +265,13 @@ def _traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any
 
 
 def _refused(plan: Plan) -> Iterator[Refused]:
-    from xlafuse.fusion.sources import stack_of
+    from xlafuse.fusion.sources import frame_of, line_of
 
     for refusal in plan.refusals:
-        equation = refusal.value.equation
-        where, code = "an argument" if equation is None else "an unknown line", ""
-        if equation is not None and (stack := stack_of(equation, outside=__file__)):
-            where = f"{stack[0].shown_file}:{stack[0].line}"
-            code = linecache.getline(stack[0].file, stack[0].line).strip()
+        equation, code = refusal.value.equation, ""
+        where = "an argument" if equation is None else line_of(equation, outside=__file__)
+        if equation is not None and (frame := frame_of(equation, outside=__file__)):
+            code = linecache.getline(frame.file_name, frame.start_line).strip()
         yield Refused(operation=refusal.operation, where=where, code=code, reason=refusal.reason)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xlafuse.fusion.binding import Binding, transposed
+from xlafuse.fusion.binding import Binding, has_all, transposed
 from xlafuse.fusion.combine import combined
 from xlafuse.fusion.graph import Equation, Graph, Value, build, is_free
 from xlafuse.fusion.odd_sizes import NAME as PADDED
@@ -161,8 +161,7 @@ def _equation_computing(value: Value, results: set[Value]) -> Equation | None:
 
 def _read_as_result(binding: Binding, producer: Site) -> Binding | None:
     """Returns the argument as the result of the site that computes it, if that is the whole value in another layout."""
-    sizes = zip(binding.places, binding.value.shape, strict=True)
-    if any((a, b, size or 1) != (0, 1, length) for (a, b, size), length in sizes):
+    if not has_all(binding):
         return None
     for result in producer.results:
         value = result

@@ -53,12 +53,8 @@ class SiteLeft:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteRefused:
+class SiteRefused(SiteLeft):
     """A line of the program that looks like an operation, and the difference."""
-
-    operation: str
-    where: str
-    reason: str
 
     def __str__(self) -> str:
         return f"{self.where}: no {self.operation}: {self.reason}"
