@@ -110,10 +110,10 @@ def _findings(plan: Plan) -> Iterator[Finding]:
 
 
 def _lines(equations: Collection[Any]) -> frozenset[str]:
-    from xlafuse.fusion.sources import stack_of
+    from xlafuse.fusion.sources import frame_of
 
-    stacks = (stack_of(equation, outside=__file__) for equation in equations)
-    return frozenset(f"{PurePath(stack[0].file).name}:{stack[0].line}" for stack in stacks if stack)
+    frames = (frame_of(equation, outside=__file__) for equation in equations)
+    return frozenset(f"{PurePath(frame.file_name).name}:{frame.start_line}" for frame in frames if frame)
 
 
 def _call(site: Site) -> str:

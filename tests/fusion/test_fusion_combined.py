@@ -468,16 +468,6 @@ def test_batch_norm_of_nnx(sites):
     assert sites(module, normal((16, 64)), checks=False) == ["batch_norm"]
 
 
-def test_dropout_before_a_norm_is_refused_with_the_reason(sites):
-    def fn(x, residual, s, key):
-        kept = jax.random.bernoulli(key, 0.9, x.shape)
-        return rms(jnp.where(kept, x / 0.9, 0) + residual, s)
-
-    reports = []
-    sites(fn, X, X[::-1], SCALE, jax.random.PRNGKey(0), checks=False, told=reports.append)
-    assert any(each.operation == "dropout_residual_norm" and "mask" in each.reason for each in reports[0].refused)
-
-
 def test_operations_that_are_named_are_the_only_ones(sites):
     assert sites(COMBINED["norm_linear"], X, W, UP, SCALE, BIAS, ops=["norm_linear"]) == ["norm_linear"]
     assert sites(COMBINED["norm_linear"], X, W, UP, SCALE, BIAS, ops=["linear"]) == ["linear"]

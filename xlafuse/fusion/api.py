@@ -7,8 +7,8 @@ import functools
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,6 @@ from pallas_kernels.primitives.partitioned import may_be_partitioned
 from xlafuse.fusion.cache import rewritten
 from xlafuse.fusion.modules import Modules, bound_module
 from xlafuse.fusion.report import Report, make_report
-from xlafuse.fusion.spelling import Spelling
 from xlafuse.fusion.spellings import spellings
 
 ALLOWANCES = ("rounding",)
@@ -93,86 +92,62 @@ def fuse[**P, T](
             raise ValueError(f"fuse: unknown allowance {name!r}; there are {', '.join(map(repr, ALLOWANCES))}.")
     if verify not in (None, "numerics"):
         raise ValueError(f"fuse: verify must be 'numerics' or None, got {verify!r}.")
-    wanted = None if ops is None else tuple(ops)
-    call = _Call(fn, sought, wanted, frozenset(skip), frozenset(allow), report, verify is not None)
+    choices = frozenset(allow), None if ops is None else tuple(ops), frozenset(skip)
+    name = getattr(fn, "__qualname__", type(fn).__name__)
 
-    @functools.wraps(fn)
-    def fused(*args: P.args, **kwargs: P.kwargs) -> T:
-        return call(args, kwargs)
-
-    return fused
-
-
-@dataclass(frozen=True)
-class _Call:
-    fn: Callable[..., Any]
-    spellings: tuple[Spelling, ...]
-    ops: tuple[str, ...] | None
-    skip: frozenset[str]
-    allow: frozenset[str]
-    report: Callable[[Report], object] | None
-    verifies: bool
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = bound_module(self.fn)
-        modules, structure, leaves = Modules.of((own, args, kwargs))
-        is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
-        arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
-        outcome = _Outcome()
-
-        def flat(*arrays: Any) -> list[Any]:
-            given = iter(arrays)
-            mixed = [next(given) if dynamic else leaf for leaf, dynamic in zip(leaves, is_array, strict=True)]
-            live, (own, args, kwargs) = modules.merged(structure, mixed)
-            function = self.fn if own is None else _rebound(self.fn, own)
-            results, outcome.structure = jax.tree.flatten(function(*args, **kwargs))
-            outcome.is_array = [isinstance(each, jax.Array | np.ndarray | np.generic) for each in results]
-            outcome.static = results
-            outcome.changes, changed = modules.changes(live)
-            return [each for each, dynamic in zip(results, outcome.is_array, strict=True) if dynamic] + changed
-
-        closed = jax.make_jaxpr(flat)(*arrays)
-        values = self._run(closed, arrays)
-        given = iter(values)
-        results = [
-            next(given) if dynamic else each for each, dynamic in zip(outcome.static, outcome.is_array, strict=True)
-        ]
-        modules.update(outcome.changes, list(given))
-        return jax.tree.unflatten(outcome.structure, results)
-
-    def _run(self, closed: Any, arrays: Sequence[Any]) -> Sequence[Any]:
-        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
+    def run(closed: Any, arrays: Sequence[Any]) -> Sequence[Any]:
         inputs = [*closed.consts, *arrays]
         if (reason := _refusal(closed.jaxpr, inputs)) is not None:
             warnings.warn(f"fuse left {name} as it is: {reason}.", FuseWarning, skip_file_prefixes=_NOT_USERS)
-            if self.report is not None:
-                self.report(Report(function=name, notes=(reason,)))
+            if report is not None:
+                report(Report(function=name, notes=(reason,)))
             return eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
-        source = getattr(self.fn, "__code__", type(self.fn))
-        found = rewritten(closed, inputs, self.spellings, self.allow, self.ops, self.skip, source)
-        if self.verifies and found.plan.changes:
+        found = rewritten(closed, inputs, sought, *choices, getattr(fn, "__code__", type(fn)))
+        if verify and found.plan.changes:
             from xlafuse.fusion.verify import check_numerics
 
             check_numerics(name, found.plan, closed)
-        if self.report is not None:
-            report = make_report(
-                name, found.plan, found.implementations, outside=__file__, in_gradient=any(map(_has_tangent, inputs))
-            )
-            unseen = report.taken and may_be_partitioned() and jax.device_count() > 1
-            self.report(replace(report, notes=(_UNSEEN_SHARDINGS,)) if unseen else report)
+        if report is not None:
+            in_gradient = any(map(_has_tangent, inputs))
+            told = make_report(name, found.plan, found.implementations, outside=__file__, in_gradient=in_gradient)
+            unseen = told.taken and may_be_partitioned() and jax.device_count() > 1
+            report(replace(told, notes=(_UNSEEN_SHARDINGS,)) if unseen else told)
         if any(isinstance(each, Tracer) for each in inputs):
             return found.call(*inputs)
         return eval_jaxpr(found.program.jaxpr, found.program.consts, *inputs)
 
+    @functools.wraps(fn)
+    def fused(*args: P.args, **kwargs: P.kwargs) -> T:
+        modules, structure, leaves = Modules.of((bound_module(fn), args, kwargs))
+        arrays, joined = _split(leaves)
+        outcome: dict[str, Any] = {}
 
-@dataclass
-class _Outcome:
-    """Holds what a trace finds of the results besides their arrays."""
+        def flat(*arrays: Any) -> list[Any]:
+            live, (own, args, kwargs) = modules.merged(structure, joined(iter(arrays)))
+            function: Callable[..., Any] = fn if own is None else _rebound(fn, own)
+            results, outcome["structure"] = jax.tree.flatten(function(*args, **kwargs))
+            own_arrays, outcome["joined"] = _split(results)
+            outcome["changes"], changed = modules.changes(live)
+            return own_arrays + changed
 
-    structure: Any = None
-    is_array: list[bool] = field(default_factory=list)
-    static: list[Any] = field(default_factory=list)
-    changes: Any = None
+        closed = jax.make_jaxpr(flat)(*arrays)
+        values = iter(run(closed, arrays))
+        results = outcome["joined"](values)
+        modules.update(outcome["changes"], list(values))
+        return jax.tree.unflatten(outcome["structure"], results)
+
+    return fused
+
+
+def _split(leaves: Sequence[Any]) -> tuple[list[Any], Callable[[Iterator[Any]], list[Any]]]:
+    """Returns the arrays among leaves, and a function that puts others in their places."""
+    is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
+    arrays = [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic]
+
+    def joined(others: Iterator[Any]) -> list[Any]:
+        return [next(others) if dynamic else leaf for leaf, dynamic in zip(leaves, is_array, strict=True)]
+
+    return arrays, joined
 
 
 def _rebound(fn: Callable[..., Any], module: Any) -> Callable[..., Any]:

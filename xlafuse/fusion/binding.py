@@ -48,11 +48,17 @@ def is_permuted(order: tuple[int, ...]) -> bool:
     return order != tuple(range(len(order)))
 
 
+def has_all(binding: Binding) -> bool:
+    """Returns whether a binding has all elements of its value."""
+    return all(
+        (start, step, size or 1) == (0, 1, length)
+        for (start, step, size), length in zip(binding.places, binding.value.shape, strict=True)
+    )
+
+
 def is_whole(binding: Binding) -> bool:
     """Returns whether a binding has all elements of its value, in row-major order."""
-    sizes = zip(binding.places, binding.value.shape, strict=True)
-    whole = all((start, step, size or 1) == (0, 1, length) for (start, step, size), length in sizes)
-    return whole and not is_permuted(binding.order) and not binding.missing
+    return has_all(binding) and not is_permuted(binding.order) and not binding.missing
 
 
 def is_cut(binding: Binding) -> bool:
@@ -69,9 +75,8 @@ def is_cut(binding: Binding) -> bool:
 
 def order_of(binding: Binding) -> tuple[int, ...]:
     """Returns how a value's axes are transposed, where the argument is the whole value; () for anything else."""
-    sizes = zip(binding.places, binding.value.shape, strict=True)
-    whole = all((start, step, size) == (0, 1, length) for (start, step, size), length in sizes)
-    return binding.order if whole and binding.parts == binding.value.shape and not binding.missing else ()
+    is_value = has_all(binding) and binding.parts == binding.value.shape and not binding.missing
+    return binding.order if is_value else ()
 
 
 def transposed(binding: Binding, order: Sequence[int]) -> Binding:

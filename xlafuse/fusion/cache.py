@@ -13,6 +13,7 @@ from jax._src import config
 from jax.extend import core as jex
 
 from xlafuse.fusion.evaluate import evaluate
+from xlafuse.fusion.graph import frozen
 from xlafuse.fusion.plan import Plan, make_plan
 from xlafuse.fusion.site import Site
 from xlafuse.fusion.spelling import Spelling
@@ -76,55 +77,22 @@ def canonical(jaxpr: Any) -> Any:
 
     The key compares functions and arrays by identity: whoever keeps it must keep the jaxpr, too.
     """
-    return _Canonical().jaxpr(jaxpr)
+    known: dict[int, Any] = {}
 
+    def key(jaxpr: Any) -> Any:
+        if id(jaxpr) not in known:
+            inputs = (*jaxpr.constvars, *jaxpr.invars)
+            results = (variable for equation in jaxpr.eqns for variable in equation.outvars)
+            numbers = {variable: number for number, variable in enumerate((*inputs, *results))}
 
-class _Canonical:
-    def __init__(self) -> None:
-        self._known: dict[int, Any] = {}
+            def atom(each: Any) -> Any:
+                return (each.aval, np.asarray(each.val).tobytes()) if isinstance(each, jex.Literal) else numbers[each]
 
-    def jaxpr(self, jaxpr: Any) -> Any:
-        """Returns the key of a jaxpr, with variables by number."""
-        if id(jaxpr) in self._known:
-            return self._known[id(jaxpr)]
-        numbers: dict[Any, int] = {}
-        variables = (*jaxpr.constvars, *jaxpr.invars)
-        for variable in variables:
-            numbers[variable] = len(numbers)
-
-        def atom(each: Any) -> Any:
-            return (each.aval, _literal(each.val)) if isinstance(each, jex.Literal) else numbers[each]
-
-        equations = []
-        for equation in jaxpr.eqns:
-            operands = tuple(map(atom, equation.invars))
-            for variable in equation.outvars:
-                numbers[variable] = len(numbers)
-            equations.append(
-                (equation.primitive, operands, self.parameter(equation.params), equation.source_info.name_stack)
+            equations = tuple(
+                (each.primitive, tuple(map(atom, each.invars)), frozen(each.params, key), each.source_info.name_stack)
+                for each in jaxpr.eqns
             )
-        inputs = tuple(each.aval for each in variables)
-        made = (inputs, tuple(equations), tuple(map(atom, jaxpr.outvars)))
-        self._known[id(jaxpr)] = made
-        return made
+            known[id(jaxpr)] = tuple(each.aval for each in inputs), equations, tuple(map(atom, jaxpr.outvars))
+        return known[id(jaxpr)]
 
-    def parameter(self, given: Any) -> Any:
-        """Returns a hashable form of an equation's parameter."""
-        if isinstance(given, dict):
-            return tuple((name, self.parameter(each)) for name, each in given.items())
-        if isinstance(given, list | tuple):
-            return tuple(map(self.parameter, given))
-        if isinstance(given, jex.ClosedJaxpr):
-            return self.jaxpr(given.jaxpr), tuple(map(id, given.consts))
-        if isinstance(given, jex.Jaxpr):
-            return self.jaxpr(given)
-        try:
-            hash(given)
-        except TypeError:
-            return id(given)
-        return given
-
-
-def _literal(value: Any) -> Any:
-    array = np.asarray(value)
-    return array.tobytes(), str(array.dtype)
+    return key(jaxpr)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from xlafuse.fusion.binding import Binding, is_cut, is_permuted, is_whole, order_of
 from xlafuse.fusion.combination import PARTS, PRODUCTS, Combination
-from xlafuse.fusion.dropout import is_dropped
 from xlafuse.fusion.graph import Equation, Graph, Value, depends_on
 from xlafuse.fusion.layouts import element, peel
 from xlafuse.fusion.odd_sizes import NAME as PADDED
@@ -29,7 +28,6 @@ from xlafuse.fusion.worth import COPIES, with_gradients_only, worthwhile
 
 _NORMS = ("rms_norm", "layer_norm")
 _CUT = "it rotates some of an array's tokens or columns; a kernel would need copies of them"
-_DRAWN = "the operation draws its mask by a generator of its own, and other elements than the program's would be zero"
 
 
 def combined(
@@ -53,11 +51,6 @@ def combined(
     refused += [
         Refusal(operation=site.operation, value=site.results[0], reason=COPIES, covered=site.covered)
         for site in copying
-    ]
-    refused += [
-        Refusal(operation="dropout_residual_norm", value=site.results[0], reason=_DRAWN)
-        for site in together
-        if site.operation in _NORMS and any(is_dropped(binding.value) for binding in site.arrays.values())
     ]
     wanted = [site for site in together if site.operation not in PARTS and combination.is_wanted(site.operation)]
     options = {"keeps_all": ops is not None, "pads": combination.is_wanted(PADDED)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -219,12 +219,19 @@ def is_plain_call(source: Any) -> bool:
     return True
 
 
-def frozen(params: Any) -> Any:
-    """Returns a hashable form of parameters: by value where they are hashable, else by identity."""
+def frozen(params: Any, key: Callable[[Any], Any] = id) -> Any:
+    """Returns a hashable form of parameters: by value where they are hashable, else by identity.
+
+    key: the one of a jaxpr among them.
+    """
     if isinstance(params, dict):
-        return tuple((name, frozen(value)) for name, value in sorted(params.items()))
+        return tuple((name, frozen(value, key)) for name, value in sorted(params.items()))
     if isinstance(params, list | tuple):
-        return (type(params).__name__, *map(frozen, params))
+        return (type(params).__name__, *(frozen(each, key) for each in params))
+    if isinstance(params, jex.ClosedJaxpr):
+        return key(params.jaxpr), tuple(map(id, params.consts))
+    if isinstance(params, jex.Jaxpr):
+        return key(params)
     try:
         hash(params)
     except TypeError:

@@ -42,17 +42,10 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Difference:
-    """One way in which a value of the program is not what the pattern has.
+    """A value of the program that has fewer ("rounds") or more ("keeps") bits than the pattern has there."""
 
-    kind: "rounds" or "keeps": it has fewer or more bits. "step": the program computes it of its operand number `place`,
-        which fits. "number": it has the number `found` where the pattern has `wanted`.
-    """
-
-    kind: Literal["rounds", "keeps", "step", "number"]
+    kind: Literal["rounds", "keeps"]
     value: Value
-    place: int = 0
-    found: float = 0.0
-    wanted: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -338,7 +331,7 @@ class Matcher:
         if binding is None:
             own, other = wanted.value.shape, found.value.shape
             is_moved = sorted(n for n in own if n > 1) == sorted(n for n in other if n > 1)
-            how = f"with its axes in another order than {own}" if is_moved else f"and {own} in {self._operation}"
+            how = f"in another layout than {own}" if is_moved else f"and {own} in {self._operation}"
             return self._fail(found, f"{name} is {other}, {how}")
         if so_far.arrays.get(name, binding) != binding:
             return self._fail(found, f"the program reads several arrays where {self._operation} reads {name} again")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xlafuse.fusion.binding import Binding, transposed
+from xlafuse.fusion.binding import Binding, has_all, transposed
 from xlafuse.fusion.combine import combined
 from xlafuse.fusion.graph import Equation, Graph, Value, build, is_free
 from xlafuse.fusion.odd_sizes import NAME as PADDED
@@ -77,7 +77,7 @@ def make_plan(
     """Plans a `Jaxpr`. ops: the operations that it may call; None: all. skip: those that it may not."""
     graph = build(jaxpr)
     search = Search(graph, allow)
-    candidates = [site for spelling in spellings if spelling.may_be_taken for site in search.sites(spelling)]
+    candidates = [site for spelling in spellings for site in search.sites(spelling)]
     sites, overlapping = _reading_only_results(*_without_overlap(graph, candidates))
     sites, written, combining = combined(graph, sites, ops, skip)
     if (ops is None or PADDED in ops) and PADDED not in skip:
@@ -95,7 +95,7 @@ def make_plan(
             inner[equation] = bodies
 
     def why_not() -> tuple[Refusal, ...]:
-        found = refusals(search, spellings, (*sites, *written), combining, overlapping)
+        found = refusals(search, (*sites, *written), combining, overlapping)
         return tuple(each for each in found if (ops is None or each.operation in ops) and each.operation not in skip)
 
     return Plan(graph=graph, sites=sites, written=written, inner=inner, why_not=why_not)
@@ -161,8 +161,7 @@ def _equation_computing(value: Value, results: set[Value]) -> Equation | None:
 
 def _read_as_result(binding: Binding, producer: Site) -> Binding | None:
     """Returns the argument as the result of the site that computes it, if that is the whole value in another layout."""
-    sizes = zip(binding.places, binding.value.shape, strict=True)
-    if any((a, b, size or 1) != (0, 1, length) for (a, b, size), length in sizes):
+    if not has_all(binding):
         return None
     for result in producer.results:
         value = result

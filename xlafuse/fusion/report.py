@@ -53,12 +53,8 @@ class SiteLeft:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteRefused:
+class SiteRefused(SiteLeft):
     """A line of the program that looks like an operation, and the difference."""
-
-    operation: str
-    where: str
-    reason: str
 
     def __str__(self) -> str:
         return f"{self.where}: no {self.operation}: {self.reason}"
@@ -104,7 +100,7 @@ def make_report(
     called = [_taken(site, known.get(site, "not computed"), outside) for each in plans for site in each.sites]
     undifferentiated = () if in_gradient else tuple(each for each in called if each.operation in OF_GRADIENTS)
     left = [
-        SiteLeft(operation=site.operation, where=line_of(site.root, outside=outside), reason=_why_left(site))
+        SiteLeft(operation=site.operation, where=line_of(site.root, outside=outside), reason=why_left(site))
         for each in plans
         for site in each.written
     ]
@@ -118,7 +114,7 @@ def make_report(
     )
 
 
-def _why_left(site: Site) -> str:
+def why_left(site: Site) -> str:
     """Returns why the operation would run by XLA: its kernel cannot run here, or XLA is as fast at this shape."""
     found = choice_of(site)
     reasons = {} if found is None else {name: why for name, why in found.reasons.items() if name != "xla"}

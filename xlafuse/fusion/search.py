@@ -39,7 +39,7 @@ class Search:
     """Compares a graph's values with spellings.
 
     attempts: the comparisons that failed, by operation and value. disallowed: what fits a spelling and is refused.
-    fitting: the equations of each site.
+    fitting: the equations of each operation's sites.
     """
 
     def __init__(self, graph: Graph, allow: frozenset[str]):
@@ -47,7 +47,7 @@ class Search:
         self.allow = allow
         self.attempts: dict[tuple[str, Value], list[Attempt]] = {}
         self.disallowed: list[Refusal] = []
-        self.fitting: list[set[Equation]] = []
+        self.fitting: dict[str, set[Equation]] = {}
         self._primitives: dict[Value, frozenset[str]] = {}
         self._repeats = Repeats(graph)
         self._found: dict[tuple[Spelling, Value], Site] = {}
@@ -56,15 +56,14 @@ class Search:
         for value in values:
             self._by_root.setdefault(value.primitive, []).append(value)
 
-    def sites(self, spelling: Spelling, outside: frozenset[Equation] = frozenset()) -> Iterator[Site]:
-        """Yields all sites of a spelling, whether or not they overlap. outside: equations whose results are none."""
+    def sites(self, spelling: Spelling) -> Iterator[Site]:
+        """Yields all sites of a spelling, whether or not they overlap."""
         for primitive in sorted(spelling.roots):
             for value in self._by_root.get(primitive, ()):
-                if not is_computed_by(value, outside):
-                    found = self._first_site(spelling, value)
-                    if found is not None:
-                        self._found[spelling, value] = found
-                        yield found
+                found = self._first_site(spelling, value)
+                if found is not None:
+                    self._found[spelling, value] = found
+                    yield found
 
     def _first_site(self, spelling: Spelling, value: Value) -> Site | None:
         """Returns the site of a value; in repeated layers that of the layer searched, moved to it."""
@@ -85,31 +84,22 @@ class Search:
         match = matcher.first(value, pieces)
         is_fitting = match is not None and match.arrays.keys() == proposal.arrays.keys()
         if not is_fitting and "rounding" in self.allow and spelling.operation in TELLING and computes_wide(pattern):
-            match = nearest(pattern, spelling.floating, value, pieces, steps=0)
+            match = nearest(pattern, spelling.floating, value, pieces)
             is_fitting = match is not None and match.only_rounds
         if match is None or not is_fitting:
-            if spelling.may_be_taken:
-                attempt = Attempt(spelling=spelling, pattern=pattern, failure=matcher.failure)
-                self.attempts.setdefault((spelling.operation, value), []).append(attempt)
+            attempt = Attempt(spelling=spelling, pattern=pattern, failure=matcher.failure)
+            self.attempts.setdefault((spelling.operation, value), []).append(attempt)
             return None
         covered = equations_between(value, match.arrays.values())
-        if objection := self._objection(spelling, proposal, match):
+        objection = spelling.objection({**proposal.arrays, **proposal.static, **match.numbers})
+        if "x" in match.arrays and match.arrays["x"].missing and not objection:
+            objection = "x is broadcast to its rows, and the operation would compute each of them again"
+        if objection:
             refusal = Refusal(operation=spelling.operation, value=value, reason=objection, covered=frozenset(covered))
             self.disallowed.append(refusal)
             return None
-        self.fitting.append(covered)
+        self.fitting.setdefault(spelling.operation, set()).update(covered)
         return _make_site(self._graph, spelling, value, proposal, match, matcher)
-
-    def _objection(self, spelling: Spelling, proposal: Proposal, match: Match) -> str:
-        """Returns why a match is refused; "" where it is not."""
-        if reason := spelling.objection({**proposal.static, **match.numbers}):
-            return reason
-        if spelling.difference and spelling.allowed_by not in self.allow:
-            allowance = f"; allow={{{spelling.allowed_by!r}}} takes it" if spelling.allowed_by is not None else ""
-            return spelling.difference + allowance
-        if "x" in match.arrays and match.arrays["x"].missing:
-            return "x is broadcast to its rows, and the operation would compute each of them again"
-        return ""
 
     def _has_needs(self, spelling: Spelling, value: Value) -> bool:
         if value not in self._primitives:

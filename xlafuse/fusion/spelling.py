@@ -34,9 +34,7 @@ class Spelling:
         that are computed by all of the primitives `needs` (see `terms.primitives_before`).
     unknowns: the numbers that stand for any others while the function is traced.
     floating: arrays that may come in any floating dtype. broadcasting: arrays that need not have all axes.
-    difference: why it is refused; "" where it is not.
-    allowed_by: the name in `allow=` that takes it nevertheless.
-    objection: returns why the static arguments and the numbers found are refused; "" where they are not.
+    objection: returns why the arguments and the numbers found, by name, are refused; "" where they are not.
     arguments: makes the call's options of the static arguments and the numbers found.
     refine: changes the arrays found, as values of the program, and the options.
     prepare: changes the arrays before the call.
@@ -55,9 +53,7 @@ class Spelling:
     unknowns: Mapping[str, float] = field(default_factory=dict)
     floating: frozenset[str] = frozenset()
     broadcasting: frozenset[str] = frozenset()
-    difference: str = ""
-    allowed_by: str | None = None
-    objection: Callable[[Mapping[str, Any]], str] = lambda numbers: ""
+    objection: Callable[[Mapping[str, Any]], str] = lambda given: ""
     arguments: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: given
     refine: Callable[[dict[str, Binding], dict[str, Any]], tuple[dict[str, Binding], dict[str, Any]]] | None = None
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
@@ -65,11 +61,6 @@ class Spelling:
     pieces: Callable[[int], tuple[tuple[int, int], ...]] = lambda length: ((0, 1),)
     further: int = 0
     changed: tuple[str, ...] = ()
-
-    @property
-    def may_be_taken(self) -> bool:
-        """Returns whether it is not always refused."""
-        return not self.difference or self.allowed_by is not None
 
 
 def wide(dtype: Any) -> Any:

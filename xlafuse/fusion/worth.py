@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from pallas_kernels.ops.linear_cross_entropy.config import columns_for
 from pallas_kernels.primitives.platform import target_device
-from xlafuse.fusion.binding import Binding, is_permuted
+from xlafuse.fusion.binding import Binding, has_all, is_permuted
 from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, behind
 from xlafuse.fusion.odd_sizes import padding_for
 from xlafuse.fusion.prepare import Normed
@@ -297,22 +297,16 @@ def _narrows(reader: Equation) -> bool:
 
 def _is_transposed(binding: Binding) -> bool:
     """Returns whether an argument is an array with its axes in another order."""
-    value, moves = binding.value, is_permuted(binding.order)
-    while not moves and value.primitive in LAYOUTS and value.equation is not None:
-        moves = value.primitive == "transpose"
-        value = value.equation.inputs[0]
-    return moves
+    return is_permuted(binding.order) or "transpose" in _layouts(binding.value)
 
 
 def _is_sliced(binding: Binding) -> bool:
     """Returns whether an argument is a part of a larger array."""
-    whole = all((start, step, size or 1) == (0, 1, length) for (start, step, size), length in _places(binding))
-    value = binding.value
-    while whole and value.primitive in LAYOUTS and value.equation is not None:
-        whole = value.primitive not in ("slice", "split")
+    return not has_all(binding) or not {"slice", "split"}.isdisjoint(_layouts(binding.value))
+
+
+def _layouts(value: Value) -> Iterator[str]:
+    """Yields the layouts that lead to a value, the last first."""
+    while value.primitive in LAYOUTS and value.equation is not None:
+        yield value.primitive
         value = value.equation.inputs[0]
-    return not whole
-
-
-def _places(binding: Binding) -> Iterator[tuple[tuple[int, int, int], int]]:
-    return zip(binding.places, binding.value.shape, strict=True)

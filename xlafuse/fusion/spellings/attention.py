@@ -38,13 +38,8 @@ _UNKNOWNS = {
 }
 
 
-def _attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, form: Form, over: str = "keys", **given: Any
-) -> jax.Array:
-    """Computes `pallas_kernels.attention` in a form.
-
-    given: the form's arrays, and the numbers `_UNKNOWNS`. over: the axis of the softmax, "keys" or "queries".
-    """
+def _attend(query: jax.Array, key: jax.Array, value: jax.Array, *, form: Form, **given: Any) -> jax.Array:
+    """Computes `pallas_kernels.attention` in a form. given: the form's arrays, and the numbers `_UNKNOWNS`."""
     batch, queries, heads, size = query.shape
     keys, key_heads = key.shape[1:3]
     dtype, more = query.dtype, wide(query.dtype)
@@ -69,8 +64,7 @@ def _attend(
         else:
             scores = scores + _chosen("mask", given, jnp.zeros_like(hidden), hidden).astype(scores.dtype)
     scores = scores.astype(more) if form.scores_in == "narrow scores" else scores
-    axis = -2 if over == "queries" else -1
-    weights = _beside_sinks(scores, given["sinks"], form, axis) if form.sinks else jax.nn.softmax(scores, axis)
+    weights = _beside_sinks(scores, given["sinks"], form) if form.sinks else jax.nn.softmax(scores)
     if form.drops and jnp.dtype(form.drops_in).itemsize > 2:
         weights = _dropped(weights, form, given).astype(dtype)
     else:
@@ -80,21 +74,21 @@ def _attend(
     return out.reshape(*query.shape[:3], value.shape[3]).astype(dtype)
 
 
-def _beside_sinks(scores: jax.Array, sinks: jax.Array, form: Form, axis: int) -> jax.Array:
+def _beside_sinks(scores: jax.Array, sinks: jax.Array, form: Form) -> jax.Array:
     """Computes the softmax of scores and a sink, without the sink's weight.
 
     That of joined scores and sinks, of which one column is dropped, has the same formula for each element.
     """
     sinks = sinks.reshape(1, *scores.shape[1:3], 1, 1).astype(scores.dtype)
     for subtracts in form.sinks.split():
-        highest = scores.max(axis, keepdims=True)
+        highest = scores.max(-1, keepdims=True)
         highest = highest if subtracts == "scores" else jnp.maximum(highest, sinks)
         scores, sinks = scores - highest, sinks - highest
     weights, others = jnp.exp(scores), jnp.exp(sinks)
     if form.sinks.startswith("joined"):
-        of_both = weights.astype(wide(weights.dtype)).sum(axis, keepdims=True) + others.astype(wide(others.dtype))
+        of_both = weights.astype(wide(weights.dtype)).sum(-1, keepdims=True) + others.astype(wide(others.dtype))
         return weights / of_both.astype(weights.dtype)
-    return weights / (weights.sum(axis, keepdims=True) + others)
+    return weights / (weights.sum(-1, keepdims=True) + others)
 
 
 def _chosen(name: str, given: Mapping[str, Any], kept: jax.Array, other: jax.Array) -> jax.Array:
@@ -115,11 +109,10 @@ def _dropped(weights: jax.Array, form: Form, given: Mapping[str, Any]) -> jax.Ar
 
 
 @functools.lru_cache(maxsize=4096)
-def _roles(result: Value, *, is_softmax: bool = True) -> tuple[tuple[int, ...], int, int, Value, Value] | None:
+def _roles(result: Value) -> tuple[tuple[int, ...], int, int, Value, Value] | None:
     """Returns the axes of (batch, queries, heads, size) in what may be attention, its keys, and its key heads.
 
-    And the weights, and the product of weights and values. The result may lack the axis of batches. is_softmax: whether
-    the weights are exponentials, or other numbers made of a product.
+    And the weights, and the product of weights and values. The result may lack the axis of batches.
     """
     if not jnp.issubdtype(result.dtype, jnp.floating) or len(result.shape) not in (3, 4):
         return None
@@ -133,10 +126,7 @@ def _roles(result: Value, *, is_softmax: bool = True) -> tuple[tuple[int, ...], 
     if product is None or not product.bound[0].digits:
         return None
     for weights, values in itertools.permutations([part for part, _ in product.parts]):
-        made_of = list(before(peel(weights).value, THROUGH, REACH))
-        if any(each.primitive == "exp" for each in made_of) != is_softmax:
-            continue
-        if not is_softmax and not any(map(_is_of_heads, made_of)):
+        if not any(each.primitive == "exp" for each in before(peel(weights).value, THROUGH, REACH)):
             continue
         values = peel(values)  # whose heads may be repeated
         own = [_variables(each) for each in (weights, values)]
@@ -157,13 +147,6 @@ def _roles(result: Value, *, is_softmax: bool = True) -> tuple[tuple[int, ...], 
             key_heads *= count
         return axes, product.bound[0].size, key_heads, peel(weights).value, ref.value
     return None
-
-
-def _is_of_heads(value: Value) -> bool:
-    """Returns whether a value is a product for each head of each sequence, as scores are."""
-    if value.equation is None or value.primitive != "dot_general":
-        return False
-    return len(value.equation.params["dimension_numbers"][1][0]) == 2
 
 
 def _heads_of(queries: list[int], shared: list[int]) -> tuple[list[int], list[int]]:
@@ -290,60 +273,20 @@ def _objection(numbers: Mapping[str, Any]) -> str:
     return ""
 
 
-def _spellings() -> Iterator[Spelling]:
-    common: dict[str, Any] = {
-        "operation": "attention",
-        "propose": _attentions,
-        "needs": frozenset(("dot_general",)),
-        "unknowns": _UNKNOWNS,
-        "broadcasting": frozenset((*BIASES, "sinks", *OPPOSITES, *OPPOSITES.values(), *MASKS)),
-        "floating": frozenset((*BIASES, "sinks")),
-        "objection": _objection,
-    }
-    yield Spelling(
+SPELLINGS = (
+    Spelling(
+        operation="attention",
         function=_attend,
+        propose=_attentions,
         roots=frozenset(("dot_general", "transpose", "reshape", "convert_element_type")),
+        needs=frozenset(("dot_general",)),
+        unknowns=_UNKNOWNS,
+        floating=frozenset((*BIASES, "sinks")),
+        broadcasting=frozenset((*BIASES, "sinks", *OPPOSITES, *OPPOSITES.values(), *MASKS)),
+        objection=_objection,
         arguments=_options,
         refine=_with_bounds,
         prepare=_arguments,
         changed=("query", "key", "value"),  # layers share a mask
-        **common,
-    )
-    yield Spelling(
-        function=functools.partial(_attend, over="queries"),
-        roots=frozenset(("dot_general",)),
-        difference="its softmax runs over the queries, and that of attention over the keys",
-        **common,
-    )
-
-
-def _mixed(weights: jax.Array, value: jax.Array) -> jax.Array:
-    """Computes attention's second product."""
-    batch, heads, queries, keys = weights.shape
-    grouped = weights.reshape(batch, value.shape[2], heads // value.shape[2], queries, keys)
-    mixed = jnp.einsum("bkgts,bskd->btkgd", grouped, value)
-    return mixed.reshape(batch, queries, heads, value.shape[-1])
-
-
-def _weighted(result: Value) -> Iterator[Proposal]:
-    """Proposes weights that are no softmax, and values, for the heads of several sequences."""
-    roles = _roles(result, is_softmax=False)
-    if roles is not None and len(result.shape) == 4:
-        axes, keys, key_heads, *_ = roles
-        batch, queries, heads, size = (result.shape[axis] for axis in axes)
-        weights = jax.ShapeDtypeStruct((batch, heads, queries, keys), result.dtype)
-        value = jax.ShapeDtypeStruct((batch, keys, key_heads, size), result.dtype)
-        order = tuple(axes.index(axis) for axis in range(4))
-        yield Proposal(arrays={"weights": weights, "value": value}, order=order)
-
-
-_NO_SOFTMAX = Spelling(
-    operation="attention",
-    function=_mixed,
-    propose=_weighted,
-    roots=frozenset(("dot_general",)),
-    needs=frozenset(("dot_general",)),
-    difference="its weights are no softmax of the scores, and those of attention are",
+    ),
 )
-
-SPELLINGS: tuple[Spelling, ...] = (*_spellings(), _NO_SOFTMAX)

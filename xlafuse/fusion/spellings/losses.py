@@ -45,18 +45,6 @@ def _losses(value: Value, *, is_total: bool = False) -> Iterator[Proposal]:
     yield Proposal(arrays=arrays, order=order, static=static)
 
 
-def _soft_losses(value: Value) -> Iterator[Proposal]:
-    """Proposes labels that are a number for each class."""
-    for each in _losses(value):
-        logits = each.arrays["logits"]
-        labels = jax.ShapeDtypeStruct(logits.shape, logits.dtype)
-        yield Proposal(arrays={"logits": logits, "labels": labels}, order=each.order, static=each.static)
-
-
-def _soft(logits: jax.Array, labels: jax.Array, **_: Any) -> jax.Array:
-    return -jnp.sum(labels * jax.nn.log_softmax(logits), axis=-1)
-
-
 def _vocabulary(rows: Value) -> int:
     """Returns the size of the axis whose maximum is taken."""
     (axis,) = next(user.params["axes"] for user in rows.users if user.primitive == "reduce_max")
@@ -182,12 +170,6 @@ def _spellings() -> Iterator[Spelling]:
             yield Spelling(function=functools.partial(function, axis=None), **own)
         added = functools.partial(_with_z_loss, functools.partial(_loss_of, target))
         yield Spelling(function=added, **soft | {"roots": sums, "unknowns": numbers | _Z_LOSS})
-    yield Spelling(
-        function=_soft,
-        roots=frozenset(("neg",)),
-        difference="its labels are a probability for each class, and cross_entropy takes the number of one class",
-        **{**common, "propose": _soft_losses},
-    )
 
 
 SPELLINGS: tuple[Spelling, ...] = tuple(_spellings())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -52,9 +52,9 @@ def _products(
     residual: bool = False,
     wide: bool = False,
     in_16_bits: bool = True,
-):
-    """Proposes the arguments of a product in 16 bits, or of one in other floating dtypes."""
-    if is_narrow(value) != in_16_bits or not jnp.issubdtype(value.dtype, jnp.inexact):
+) -> Iterator[Proposal]:
+    """Proposes the arguments of a product in 16 bits, or in any floating dtype, which `_objection` then refuses."""
+    if not is_narrow(value) and (in_16_bits or not jnp.issubdtype(value.dtype, jnp.inexact)):
         return
     equation = product_before(value)
     if equation is None or equation.params["dimension_numbers"][1] != ((), ()):
@@ -72,7 +72,10 @@ def _products(
         yield Proposal(arrays=arrays, order=order)
 
 
-_OTHER_DTYPE = "its product is not in 16 bits, and the kernels multiply bfloat16 and float16 alone; cast x and w to one"
+def _objection(given: Mapping[str, Any]) -> str:
+    if given["x"].dtype.itemsize == 2:
+        return ""
+    return "its product is not in 16 bits, and the kernels multiply bfloat16 and float16 alone; cast x and w to one"
 
 
 def _narrow(x: jax.Array, w: jax.Array, *, bias: Any = None, activation: str | None = None, residual: Any = None):
@@ -108,22 +111,14 @@ def _linears() -> Iterator[Spelling]:
             yield Spelling(
                 operation="linear",
                 function=functools.partial(function, activation=activation),
-                propose=functools.partial(_products, weights=("w",), biases=biases, residual=residual, wide=wide),
+                propose=functools.partial(
+                    _products, weights=("w",), biases=biases, residual=residual, wide=wide, in_16_bits=wide or is_plain
+                ),
                 roots=frozenset(("dot_general",)) if is_plain else ends,
                 needs=_needs(activation),
                 arguments=functools.partial(_with_activation, activation=activation),
                 floating=frozenset(("bias",)),
-            )
-        if not is_plain:
-            yield Spelling(
-                operation="linear",
-                function=functools.partial(_narrow, activation=activation),
-                propose=functools.partial(
-                    _products, weights=("w",), biases=biases, residual=residual, in_16_bits=False
-                ),
-                roots=ends,
-                needs=_needs(activation),
-                difference=_OTHER_DTYPE,
+                objection=_objection,
             )
 
 
@@ -136,20 +131,13 @@ def _gated() -> Iterator[Spelling]:
             yield Spelling(
                 operation="gated_linear",
                 function=functools.partial(function, activation=activation),
-                propose=functools.partial(_products, weights=_GATED, biases=biases, wide=wide),
+                propose=functools.partial(_products, weights=_GATED, biases=biases, wide=wide, in_16_bits=wide),
                 roots=frozenset(("mul", "convert_element_type")),
                 needs=_needs(activation),
                 arguments=functools.partial(_with_activation, activation=activation),
                 floating=frozenset(biases),
+                objection=_objection,
             )
-        yield Spelling(
-            operation="gated_linear",
-            function=functools.partial(_narrow_gate, activation=activation),
-            propose=functools.partial(_products, weights=_GATED, biases=biases, in_16_bits=False),
-            roots=frozenset(("mul",)),
-            needs=_needs(activation),
-            difference=_OTHER_DTYPE,
-        )
 
 
 SPELLINGS: tuple[Spelling, ...] = (*_gated(), *_linears())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -29,21 +28,10 @@ def _dequantized(
     return wide.reshape(features, outputs).astype(dtype)
 
 
-def _by_features(values: jax.Array, scales: jax.Array, *, group_size: int | None, dtype: Any) -> jax.Array:
-    return (values.astype(scales.dtype) * scales).astype(dtype)
-
-
 @lru_cache(maxsize=4096)
 def _has_bytes(value: Value) -> bool:
     """Returns whether a value is computed from numbers of 8 bits or fewer, so that patterns are traced for it."""
     return any(each.dtype.itemsize == 1 and each.dtype != jnp.bool_ for each in before(value, BY_ELEMENT, _REACH))
-
-
-def _scaled_features(value: Value, *, scales_in: Any) -> Iterator[Proposal]:
-    for each in _weights(value, scales_in=scales_in):
-        if each.static["group_size"] is None:
-            scales = jax.ShapeDtypeStruct((each.arrays["values"].shape[0], 1), each.arrays["scales"].dtype)
-            yield replace(each, arrays={**each.arrays, "scales": scales})
 
 
 def _weights(value: Value, *, scales_in: Any) -> Iterator[Proposal]:
@@ -70,14 +58,6 @@ def _spellings() -> Iterator[Spelling]:
             propose=partial(_weights, scales_in=scales_in),
             roots=frozenset(("mul", "convert_element_type", "reshape", "transpose")),
             arguments=lambda given: {"group_size": given["group_size"]},
-        )
-    for scales_in in (jnp.float32, None):
-        yield Spelling(
-            operation="dequantized",
-            function=_by_features,
-            propose=partial(_scaled_features, scales_in=scales_in),
-            roots=frozenset(("mul", "convert_element_type")),
-            difference="it has a scale for each feature (a row of w), and quantized_linear takes one for each output",
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ from xlafuse.fusion.graph import Value, before
 from xlafuse.fusion.spelling import ACTIVATION_NEEDS, Proposal, Spelling, is_narrow, is_rows, same_order, wide
 from xlafuse.fusion.terms import BY_ELEMENT
 
+_REACH = 40
 _EPSILON = {"epsilon": 0.0123454321}
 _SCALE = {"scale": 0.3217654321}
 _ENDS = frozenset(("mul", "div", "convert_element_type", "add", "sub"))
@@ -31,23 +31,6 @@ def _rows(value: Value, *columns: str, narrow: bool = False) -> Iterator[Proposa
         own = {name: jax.ShapeDtypeStruct(value.shape[-1:], dtype) for name in columns}
         x = jax.ShapeDtypeStruct(value.shape, value.dtype)
         yield Proposal(arrays={"x": x, **own}, order=same_order(value))
-
-
-_MOVED = "it runs over another axis, and the operation over the last one"
-
-
-def _moved(propose: Callable[[Value], Iterator[Proposal]]) -> Callable[[Value], Iterator[Proposal]]:
-    """Proposes the same for a value whose rows lie along another axis than the last."""
-
-    def moved(value: Value) -> Iterator[Proposal]:
-        rank = len(value.shape)
-        for axis in range(rank - 1):
-            order = (*range(axis), rank - 1, *range(axis, rank - 1))
-            shape = tuple(value.shape[order.index(place)] for place in range(rank))
-            for each in propose(Value(jax.ShapeDtypeStruct(shape, value.dtype))):
-                yield replace(each, order=order)
-
-    return moved
 
 
 def _scaled(*columns: str) -> list[Callable[[Value], Iterator[Proposal]]]:
@@ -100,49 +83,12 @@ def _fast_variance(
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
-_GROUPS = "it normalizes over several axes at once, as GroupNorm does, and layer_norm over the last one"
-_REACH = 40
-
-
-def _groups(value: Value) -> Iterator[Proposal]:
-    """Proposes x in the shape, and over the several axes, of a sum that a value is computed from."""
-    if not is_rows(value):
-        return
-    found = before(value, BY_ELEMENT, _REACH)
-    for equation in (each.equation for each in found if each.primitive == "reduce_sum"):
-        if equation is None or len(equation.params["axes"]) < 2:
-            continue
-        (whole,), axes = equation.inputs, tuple(equation.params["axes"])
-        if math.prod(whole.shape) == math.prod(value.shape):
-            for each in _rows(value, "scale", "bias"):
-                yield replace(each, static={"shape": whole.shape, "axes": axes})
-            return
-
-
-def _grouped(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float, clipped: bool | None, shape: Any, axes: Any
-) -> jax.Array:
-    """Computes GroupNorm. clipped: of the variance E[x²] - E[x]²; None for E[(x - E[x])²]."""
-    value = x.astype(wide(x.dtype)).reshape(shape)
-    mean = jnp.mean(value, axes, keepdims=True)
-    if clipped is None:
-        variance = jnp.mean(jnp.square(value - mean), axes, keepdims=True)
-    else:
-        variance = jnp.mean(jnp.square(value), axes, keepdims=True) - jnp.square(mean)
-        variance = jnp.maximum(0.0, variance) if clipped else variance
-    y = ((value - mean) * jax.lax.rsqrt(variance + epsilon)).reshape(x.shape)
-    return (y * scale + bias).astype(x.dtype)
-
-
 def _norms() -> Iterator[Spelling]:
     common: dict[str, Any] = {"roots": _ENDS, "needs": frozenset(("sqrt", "reduce_sum")), "unknowns": _EPSILON}
     rms = {**common, "operation": "rms_norm", "floating": frozenset(("scale",))}
     for propose in _scaled("scale"):
         yield Spelling(function=rms_norm_reference, propose=propose, **rms)
     yield Spelling(function=_without_scale, propose=_rows, prepare=_ones, **rms)
-    yield Spelling(function=_without_scale, propose=_moved(_rows), difference=_MOVED, **rms)
-    of_columns = _moved(lambda value: _rows(value, "scale"))
-    yield Spelling(function=rms_norm_reference, propose=of_columns, difference=_MOVED, **rms)
     for columns in (("scale", "bias"), ("scale",), ("bias",), ()):
         layer: dict[str, Any] = {**common, "operation": "layer_norm", "needs": common["needs"] | {"sub"}}
         first, *others = _scaled(*columns)
@@ -152,11 +98,6 @@ def _norms() -> Iterator[Spelling]:
             for propose in others:  # the scale's dtype is that of its sum with the bias
                 floating = frozenset(columns[-1:])
                 yield Spelling(function=function, propose=propose, floating=floating, **layer)
-        moved = _moved(first)
-        yield Spelling(function=layer_norm_reference, propose=moved, difference=_MOVED, **layer)
-    for clipped in (None, True, False):
-        function = partial(_grouped, clipped=clipped)
-        yield Spelling(operation="layer_norm", function=function, propose=_groups, difference=_GROUPS, **common)
 
 
 def _softmax(x: jax.Array, *, scale: float) -> jax.Array:
@@ -231,10 +172,8 @@ def _softmaxes() -> Iterator[Spelling]:
         function=partial(_masked_softmax, hidden=0.0), propose=lambda value: _masks(value, wide(value.dtype)), **added
     )
     yield Spelling(function=_softmax, propose=_rows, unknowns=_SCALE, arguments=given_options, **common)
-    yield Spelling(function=_softmax, propose=_moved(_rows), unknowns=_SCALE, difference=_MOVED, **common)
     plain = {"function": lambda x: jax.nn.softmax(x, axis=-1), **common}
     yield Spelling(propose=lambda value: _rows(value) if is_narrow(value) else iter(()), **plain)
-    yield Spelling(propose=_moved(_rows), difference=_MOVED, **plain)
 
 
 def _elementwise(value: Value, names: tuple[str, ...], bias: Any, activation: str) -> Iterator[Proposal]:
