@@ -7,7 +7,7 @@ the row, such as its sum, and finishes it. `HeldRows` lets one function serve bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,6 @@ from pallas_kernels.primitives.rows import (
     split_short_rows,
     store_row,
     to_float32,
-    zeros_row,
 )
 
 
@@ -164,23 +163,6 @@ class RowChunks:
         else:
             pl.when(part < self.trips)(in_chunk)
             pl.when(part == self.trips)(lambda: function(self.whole, self.rest))
-
-    def sums(
-        self, terms: Callable[[pl.Slice, tuple[Segment, ...]], Sequence[RowValues]], count: int
-    ) -> list[jax.Array]:
-        """Sums over the row each of the `count` values that `terms` computes of a part."""
-
-        def accumulate(i, sums):
-            added = terms(self.columns(i), self.segments)
-            return tuple(map_row(jnp.add, total, values) for total, values in zip(sums, added, strict=True))
-
-        zeros = (zeros_row(self.segments),) * count
-        sums = lax.fori_loop(0, self.trips, accumulate, zeros)
-        found = [row_sum(values, self.segments) for values in sums]
-        if not self.rest:
-            return found
-        added = terms(self.whole, self.rest)
-        return [total + row_sum(values, self.rest) for total, values in zip(found, added, strict=True)]
 
     def each(self, function: Callable[[pl.Slice, tuple[Segment, ...]], None]) -> None:
         """Calls `function` for each part, the rest first."""
