@@ -25,13 +25,6 @@ from pallas_kernels.primitives.rows import ACCESS_BYTES, THREADS, Segment, split
 
 COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
 """For kernels whose threads read back only what they wrote themselves, or what an explicit barrier protects."""
-MAX_FOLDED = 2**16
-"""The most values of a folded row."""
-FOLD_ELEMENTS = 2**20
-"""The fewest values of an array for which the launch that repeats the bias pays."""
-FOLD_FROM = 6.0
-"""Rows are folded if unfolded rows need this many times the accesses. Rows of 4097 values are faster folded; the
-forward pass of 1000 and 1152 is not (see bias_activation/TUNING.md)."""
 MAX_ELEMENTS = 2**31 - 1
 """The most values of a row: column indices are int32."""
 FEW_BLOCKS = 1024
@@ -205,28 +198,6 @@ def load_part[Name](refs: Mapping[Name, Any], part: Part) -> dict[Name, jax.Arra
 def access_columns(vectors: int, itemsize: int) -> int:
     """Returns how many values of `itemsize` bytes a warpgroup reads in `vectors` 16-byte accesses per thread."""
     return vectors * THREADS * (ACCESS_BYTES // itemsize)
-
-
-def accesses_a_value(features: int, itemsize: int) -> float:
-    """Returns a thread's accesses for each value of a row: 1/8 for 16-bit values and aligned rows."""
-    return sum(segment.size / segment.vector for segment in split_row(features, itemsize)) / features
-
-
-def folded_rows(rows: int, features: int, itemsize: int) -> int:
-    """Returns the number of rows that kernels treat as one, if only a bias distinguishes columns.
-
-    It is 1 if a row's accesses are already wide or the array is small. Else it is the power of two that divides `rows`
-    and gives rows of at least 128 values with the widest accesses. The bias must be repeated as many times.
-    """
-    if rows * features >= 2**32:  # dropout's element indices have 32 bits
-        return 1
-    powers = [2**n for n in range(17) if rows % 2**n == 0 and 2**n * features <= MAX_FOLDED]
-    costs = {n: accesses_a_value(n * features, itemsize) for n in powers if n * features >= THREADS}
-    if not costs or (1 in costs and rows * features < FOLD_ELEMENTS):
-        return 1
-    if 1 in costs and costs[1] <= FOLD_FROM * min(costs.values()):
-        return 1
-    return next(n for n in costs if costs[n] <= 1.05 * min(costs.values()))
 
 
 def elementwise_unsupported(rows: int, features: int) -> str | None:

@@ -7,7 +7,7 @@ the row, such as its sum, and finishes it. `HeldRows` lets one function serve bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,6 @@ from pallas_kernels.primitives.rows import (
     split_short_rows,
     store_row,
     to_float32,
-    zeros_row,
 )
 
 
@@ -165,41 +164,14 @@ class RowChunks:
             pl.when(part < self.trips)(in_chunk)
             pl.when(part == self.trips)(lambda: function(self.whole, self.rest))
 
-    def sums(
-        self, terms: Callable[[pl.Slice, tuple[Segment, ...]], Sequence[RowValues]], count: int, *, needed: Any = None
-    ) -> list[jax.Array]:
-        """Sums over the row each of the `count` values that `terms` computes of a part.
-
-        needed: the number of chunks that matter, all if None.
-        """
-
-        def accumulate(i, sums):
-            added = terms(self.columns(i), self.segments)
-            return tuple(map_row(jnp.add, total, values) for total, values in zip(sums, added, strict=True))
-
-        zeros = (zeros_row(self.segments),) * count
-        sums = lax.fori_loop(0, self.trips if needed is None else needed, accumulate, zeros)
-        found = [row_sum(values, self.segments) for values in sums]
-        if not self.rest:
-            return found
-        added = terms(self.whole, self.rest)
-        return [total + row_sum(values, self.rest) for total, values in zip(found, added, strict=True)]
-
-    def each(self, function: Callable[[pl.Slice, tuple[Segment, ...]], None], *, needed: Any = None) -> None:
-        """Calls `function` for each part, the rest first. needed: see `sums`."""
+    def each(self, function: Callable[[pl.Slice, tuple[Segment, ...]], None]) -> None:
+        """Calls `function` for each part, the rest first."""
         if self.rest:
             function(self.whole, self.rest)
 
-        @pl.loop(0, self.trips if needed is None else needed)
+        @pl.loop(0, self.trips)
         def _(i):
             function(self.columns(i), self.segments)
-
-    def fill_zeros(self, ref: Any, first: jax.Array) -> None:
-        """Writes zeros from chunk `first` on, except for the rest."""
-
-        @pl.loop(first, self.trips)
-        def _(i):
-            store_row(ref.at[self.columns(i)], zeros_row(self.segments), self.segments)
 
 
 def row_kernel(

@@ -10,7 +10,7 @@ from draws import normal
 
 from pallas_kernels import layer_norm, rms_norm
 from pallas_kernels.ops._norms.backward import norm_backward
-from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape, ForwardConfig
+from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.ops._norms.reference import rms_norm_reference
@@ -81,20 +81,6 @@ def test_x_is_returned_for_the_residual_stream(seed):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=f"seed={seed}")
     both = jax.make_jaxpr(jax.grad(lambda x: layer(x, scale, "mosaic")[0]))(x)
     assert "add_any" not in str(both), "the stream's cotangent must be added by the kernel"
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("features", [1024, 1027, 1096])
-@pytest.mark.parametrize("has_residual", [False, True])
-def test_long_rows_in_chunks(seed, features, has_residual):
-    """The path of rows beyond the registers, at sizes the interpreter can do: whole chunks, odd rest, even rest."""
-    x, residual = rows(seed, 5, features), rows(seed + 2, 5, features) if has_residual else None
-    scale = 1 + 0.1 * rows(seed + 3, 1, features)[0]
-    config = ForwardConfig(register_columns=128, chunk=256)
-    y, total, _ = norm_forward(NORM, x, scale=scale, residual=residual, config=config)
-    total = x if total is None else total
-    np.testing.assert_allclose(total, x if residual is None else x + residual)
-    np.testing.assert_allclose(y, rms_norm_reference(total, scale), rtol=1e-5, atol=1e-5, err_msg=f"seed={seed}")
 
 
 @pytest.mark.usefixtures("interpreter")

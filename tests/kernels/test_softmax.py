@@ -10,10 +10,14 @@ from draws import normal
 
 from pallas_kernels import softmax
 from pallas_kernels.ops.softmax.api import masking_of
-from pallas_kernels.ops.softmax.config import RowConfig
-from pallas_kernels.ops.softmax.masking import Masking, mask_rows, whole_row_segments
+from pallas_kernels.ops.softmax.masking import Masking, mask_rows
 from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
-from pallas_kernels.ops.softmax.mosaic_gpu_vjp import fits_shared_memory, softmax_backward
+from pallas_kernels.ops.softmax.mosaic_gpu_vjp import (
+    shared_row_gradient,
+    softmax_backward,
+    whole_row_gradient,
+    xla_gradient,
+)
 from pallas_kernels.ops.softmax.reference import softmax_reference
 from xlafuse.studies.softmax_forms import FORMS
 
@@ -86,36 +90,56 @@ def test_a_floating_mask_has_a_gradient(seed, mask_shape):
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("features", [1024, 1027, 1096])
-def test_long_rows_in_chunks(seed, features, is_causal):
+def test_long_rows_in_chunks(seed, features):
     """The path of rows beyond the registers, at sizes the interpreter can do: whole chunks, odd rest, even rest."""
-    x, dy, mask = rows(seed, 4, features), rows(seed + 1, 4, features), rows(seed + 2, 4, features) > -2
-    config = RowConfig(register_columns=0, chunk=512)
-    arguments = {"mask": mask, "scale": 0.7, "is_causal": is_causal}
+    x, mask = rows(seed, 4, features), rows(seed + 2, 4, features) > -2
+    arguments = {"mask": mask, "scale": 0.7}
     masking, mask = masking_of(x, **arguments)
-    weights = softmax_forward(x, mask, masking=masking, config=config)
-    expected, pullback = jax.vjp(lambda x: softmax_reference(x, **arguments), x)
+    weights = softmax_forward(x, mask, masking=masking, register_columns=0, chunk=512)
+    expected = softmax_reference(x, **arguments)
     np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-7, err_msg=f"seed={seed}")
-    got = softmax_backward(weights, dy, masking=masking, config=config)
-    np.testing.assert_allclose(got, pullback(dy)[0], rtol=1e-4, atol=1e-6, err_msg=f"seed={seed}")
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("features", "dtype"), [(1024, "float32"), (3072, "bfloat16"), (2048, "bfloat16")])
+@pytest.mark.parametrize(("features", "dtype"), [(1024, "float32"), (3072, "bfloat16"), (16384, "bfloat16")])
 def test_long_rows_in_shared_memory(seed, features, dtype):
     """Gradients of rows that several warpgroups share, in one piece a warp and in several."""
     x = softmax(rows(seed, 3, features, dtype=dtype)).at[1].set(0)  # a row that was masked throughout
     dy = rows(seed + 1, 3, features, dtype=dtype)
-    config = RowConfig(register_columns=0, shared_warpgroups=2, shared_columns=256)
-    assert fits_shared_memory(features, x.dtype.itemsize, config)
-    masking = Masking(scale=0.7)
-    got = softmax_backward(x, dy, masking=masking, config=config).astype("float32")
-    expected = softmax_backward(x, dy, masking=masking, config=RowConfig(register_columns=features))
-    expected = np.asarray(expected.astype("float32"))
+    got = shared_row_gradient(x, dy, scale=0.7, warpgroups=2).astype("float32")
+    expected = np.asarray(whole_row_gradient(x, dy, scale=0.7).astype("float32"))
     # A gradient is a difference, which a few roundings of its larger terms may change.
     rtol, atol = 1e-6 if dtype == "float32" else 1e-2, 1e-6 * np.abs(expected).max()
     np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("mask", [None, (2, 1, 1, 256), (256,)])
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+def test_a_causal_limit_joins_the_mask(seed, kind, mask):
+    x, dy = rows(seed, 2, 3, 4, 256), rows(seed + 1, 2, 3, 4, 256)
+    if mask is not None:
+        mask = rows(seed + 2, *mask)
+        mask = mask > -1 if kind == "boolean" else mask
+    results = {}
+    for implementation in ("mosaic", "xla"):
+        run = lambda x, mask: softmax(x, mask=mask, is_causal=True, implementation=implementation)  # noqa: B023, E731
+        y, pullback = jax.vjp(run, x, mask)
+        results[implementation] = y, *jax.tree.leaves(pullback(dy)[: 1 + (kind == "additive")])
+    for got, expected in zip(*results.values(), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("features", [8193, 8704, 57344])
+def test_gradients_of_long_rows(seed, features):
+    """By XLA where rows do not divide over warpgroups, or do not fit in shared memory."""
+    weights, dy = softmax(rows(seed, 1, features)), rows(seed + 1, 1, features)
+    is_kernel = "mpmd_map[" in str(jax.make_jaxpr(lambda *both: softmax_backward(*both, scale=None))(weights, dy))
+    assert is_kernel == (features == 8704)
+    expected = xla_gradient(weights, dy)
+    np.testing.assert_allclose(softmax_backward(weights, dy, scale=None), expected, rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -136,16 +160,6 @@ def test_mask_rows_follow_broadcasting(mask_shape):
     assert own.shape[0] == int(np.prod(mask_shape[:-1])), "a shared mask must not be written out"
     got = own[Masking(mask_index=index).mask_row(jnp.arange(30))] if index else jnp.broadcast_to(own, (30, 128))
     np.testing.assert_array_equal(got, jnp.broadcast_to(mask, shape).reshape(30, 128))
-
-
-@pytest.mark.parametrize("features", [128, 1000, 1024, 4096, 4097, 16384])
-def test_causal_segments_cover_a_row_once(features):
-    counted = np.zeros(features, int)
-    segments = whole_row_segments(jnp.ones((8, features), jnp.bfloat16), Masking(queries=4))
-    for segment in segments:
-        counted[segment.offset + segment.repeated : segment.offset + segment.size] += 1
-    assert (counted == 1).all()
-    assert len(segments) > 1 or features <= 1024
 
 
 @pytest.mark.parametrize(

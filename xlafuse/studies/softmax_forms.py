@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.softmax.config import RowConfig
 from pallas_kernels.ops.softmax.masking import Masking
 from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params, softmax_forward
 from pallas_kernels.primitives import settings
@@ -71,12 +70,12 @@ def softmax_three_kernels(x: jax.Array) -> jax.Array:
 
 def softmax_online(x: jax.Array, *, chunk: int = 2048) -> jax.Array:
     """Computes softmax in the form `ONLINE`."""
-    return softmax_forward(x, None, masking=Masking(), config=RowConfig(register_columns=0, chunk=chunk))
+    return softmax_forward(x, None, masking=Masking(), register_columns=0, chunk=chunk)
 
 
 def softmax_fused(x: jax.Array) -> jax.Array:
     """Computes softmax in the form `FUSED`."""
-    return softmax_forward(x, None, masking=Masking(), config=RowConfig(register_columns=x.shape[1]))
+    return softmax_forward(x, None, masking=Masking(), register_columns=x.shape[1])
 
 
 FORMS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(

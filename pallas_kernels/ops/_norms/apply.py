@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +11,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops._norms.backward import Kernels, norm_backward
+from pallas_kernels.ops._norms.backward import norm_backward
+from pallas_kernels.ops._norms.config import LONGEST_ROW
 from pallas_kernels.ops._norms.forward import norm_forward
 from pallas_kernels.ops._norms.norm import Norm, NormName
 from pallas_kernels.primitives.checks import added_number, as_arrays, optional_arrays, static_flag
@@ -47,9 +47,15 @@ def mosaic_unsupported(x: jax.Array, scale: jax.Array | None, bias: jax.Array | 
     """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
     if reason := dtypes_unsupported(x=x, scale=scale, bias=bias):
         return reason
-    if x.shape[-1] < THREADS and x.size:
-        return f"rows have {x.shape[-1]} features, a warpgroup shares at least {THREADS}"
+    if x.size and not THREADS <= x.shape[-1] <= LONGEST_ROW:
+        return f"rows have {x.shape[-1]} features, a warpgroup holds {THREADS} to {LONGEST_ROW}"
     return mosaic_gpu_unsupported()
+
+
+def _triton_unsupported(x: jax.Array, is_plain: bool) -> str | None:
+    if not is_plain:
+        return "the kernels take a scale, and no residual, second result or rounding before the scale"
+    return triton_unsupported(x)
 
 
 def run_norm(
@@ -80,27 +86,27 @@ def run_norm(
     rounds = static_flag(operation, "rounds_before_scale", rounds_before_scale)
     returns_total = static_flag(operation, "returns_total", returns_total)
     norm = Norm(name=kind, epsilon=epsilon, rate=float(rate), rounds_before_scale=rounds)
-    triton = {"triton": partial(triton_unsupported, x)} if operation == kind else {}  # which has no dropout
+    plain = residual is None and scale is not None and not (returns_total or rounds)
+    triton = {"triton": partial(_triton_unsupported, x, plain)} if operation == kind else {}  # which has no dropout
     support = {"mosaic": partial(mosaic_unsupported, x, scale, bias), **triton, "xla": lambda: None}
     chosen = choose(operation, implementation, support, preferred=("mosaic",))
 
     if chosen == "xla" or x.size == 0:
         more = {"returns_total": True} if returns_total else {}
         return reference(x, scale, bias, residual=residual, epsilon=epsilon, rounds_before_scale=rounds, **more)
-    kernels, rows = MOSAIC, (math.prod(x.shape[:-1]), x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
     if chosen == "triton":
-        from pallas_kernels.ops._norms.triton import TRITON as kernels  # imports Triton
-    own = varying_alike((x.reshape(rows), scale, bias, None if residual is None else residual.reshape(rows), words))
-    y, total = apply_norm(kernels, norm, returns_total, *own)  # pyright: ignore[reportGeneralTypeIssues]
+        from pallas_kernels.ops._norms.triton import triton_norm  # imports Triton
+
+        y: Any = triton_norm(norm, rows, scale, bias)  # pyright: ignore[reportArgumentType]
+        return y.reshape(x.shape)
+    own = varying_alike((rows, scale, bias, None if residual is None else residual.reshape(rows.shape), words))
+    y, total = apply_norm(norm, returns_total, *own)  # pyright: ignore[reportGeneralTypeIssues]
     return y.reshape(x.shape) if total is None else (y.reshape(x.shape), total.reshape(x.shape))
 
 
-MOSAIC = Kernels(norm_forward, norm_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def apply_norm(
-    kernels: Kernels,
     norm: Norm,
     returns_total: bool,
     x: jax.Array,
@@ -114,34 +120,29 @@ def apply_norm(
     x, residual: (rows, features). words: (2,) uint32, the key of the dropout of x, or None for none. Differentiable:
     the backward kernel adds the sum's cotangent to the gradient.
     """
-    given = {"scale": scale, "bias": bias, "residual": residual, "words": words}
-    y, total, _ = kernels.forward(norm, x, **given, with_statistics=False)
+    given: dict[str, Any] = {"scale": scale, "bias": bias, "residual": residual, "words": words}
+    y, total, _ = norm_forward(norm, x, **given, with_statistics=False)
     return y, x if total is None and returns_total else total
 
 
-def _apply_fwd(kernels, norm, returns_total, *arguments):
-    x, scale, bias, residual, words = (None if a is None else a.value for a in arguments)
-    given = {"scale": scale, "bias": bias, "residual": residual, "words": words}
-    y, total, statistics = kernels.forward(norm, x, **given, with_statistics=True)
+def _apply_fwd(norm, returns_total, x, *others):
+    x, (scale, bias, residual, words) = x.value, (None if a is None else a.value for a in others)
+    given: dict[str, Any] = {"scale": scale, "bias": bias, "residual": residual, "words": words}
+    y, total, statistics = norm_forward(norm, x, **given, with_statistics=True)
     normed = x if total is None else total
     # Saved values are arrays, or a structure without any: of the residual only whether there is one.
     saved = (normed, statistics, scale, bias, words, None if residual is None else ())
     return (y, normed if returns_total else total), saved
 
 
-def _apply_bwd(kernels, norm, _, saved, cotangents):
+def _apply_bwd(norm, _, saved, cotangents):
     total, statistics, scale, bias, words, residual = saved
     # The sum may be unused, which saves reading an array.
     dy, dtotal = (None if isinstance(each, SymbolicZero) else each for each in cotangents)
-    if dy is None and words is None:  # only the sum is used
-        dx = dtotal = jnp.zeros_like(total) if dtotal is None else dtotal
-        dscale, dbias = (None if a is None else jnp.zeros_like(a) for a in (scale, bias))
-    else:
-        dy = jnp.zeros_like(total) if dy is None else dy
-        given = {"scale": scale, "bias": bias, "dtotal": dtotal, "words": words}
-        dtotal, dx, dscale, dbias = kernels.backward(norm, total, statistics, dy, **given)
-        dx = dtotal if dx is None else dx
-    return dx, dscale, dbias, None if residual is None else dtotal, None
+    dy = jnp.zeros_like(total) if dy is None else dy
+    given = {"scale": scale, "bias": bias, "dtotal": dtotal, "words": words}
+    dtotal, dx, dscale, dbias = norm_backward(norm, total, statistics, dy, **given)
+    return dtotal if dx is None else dx, dscale, dbias, None if residual is None else dtotal, None
 
 
 apply_norm.defvjp(_apply_fwd, _apply_bwd, symbolic_zeros=True)

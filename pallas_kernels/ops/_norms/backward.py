@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -24,8 +23,8 @@ import jax.numpy as jnp
 from pallas_kernels.ops._norms.backward_kernel import backward_kernel
 from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape
 from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.primitives.elementwise import elementwise_kernel
 from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.random import array_keep_mask
 from pallas_kernels.primitives.rows import short_rows_at_once
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -40,13 +39,6 @@ class NormGradients(NamedTuple):
     dx: jax.Array | None
     dscale: jax.Array | None
     dbias: jax.Array | None
-
-
-class Kernels(NamedTuple):
-    """The forward and backward kernels of an implementation, called like `norm_forward` and `norm_backward`."""
-
-    forward: Callable[..., tuple[jax.Array, jax.Array | None, jax.Array | None]]
-    backward: Callable[..., NormGradients]
 
 
 def norm_backward(
@@ -139,16 +131,12 @@ def xla_gradients(norm: Norm, total, statistics, dy, *, scale, bias, dtotal, wor
     gradient = gradient.astype(total.dtype)
     return NormGradients(
         dtotal=gradient,
-        dx=None if words is None else _dropped(gradient, words, rate=norm.rate),
+        dx=None if words is None else _dropped(gradient, words, norm.rate),
         dscale=None if scale is None else jnp.sum(dy * normed, axis=0).astype(scale.dtype),
         dbias=None if bias is None else jnp.sum(dy, axis=0).astype(bias.dtype),
     )
 
 
-def _dropped(gradient: jax.Array, words: jax.Array, *, rate: float) -> jax.Array:
-    """Applies dropout in a kernel, since XLA computes the mask in four launches that write its words."""
-
-    def step(row, part, loaded, keep):
-        return keep(loaded["x"].astype(jnp.float32), row, part)
-
-    return elementwise_kernel("dropout_gradient", {"x": gradient, "words": words}, step, rate=rate)
+def _dropped(gradient: jax.Array, words: jax.Array, rate: float) -> jax.Array:
+    kept = array_keep_mask(words, gradient.shape, rate=rate)
+    return jnp.where(kept, gradient.astype(jnp.float32) * (1.0 / (1.0 - rate)), 0).astype(gradient.dtype)

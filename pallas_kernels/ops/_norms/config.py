@@ -14,6 +14,8 @@ BLOCK_RESERVED_BYTES = 1024
 """Shared memory that the driver reserves for each block."""
 IN_FLIGHT_BYTES = 36 * 1024
 """Bytes of x and dy to have in flight to a multiprocessor while each of its blocks reads a row."""
+LONGEST_ROW = 16384
+"""The longest row that the forward pass holds in registers as float32: 206 a thread in bf16."""
 LONGEST_WHOLE_ROW = 8192
 """The longest row whose backward pass fits in the registers of one warpgroup."""
 MOST_READ_AHEAD = 122 * 1024
@@ -24,14 +26,10 @@ MOST_READ_AHEAD = 122 * 1024
 class ForwardConfig:
     """How the forward kernel splits its work: one block of one warpgroup per row.
 
-    register_columns: the longest row held in registers as float32 (206 registers per thread at 16384 bf16 columns).
-    chunk: columns in registers at a time in a longer row, which is read again from the L2 cache.
     piece: accesses of a thread for which scale and bias are in registers at the same time; 0: all of the row's.
     reads_ahead: whether the whole scale and bias are read before the row is summed, which hides their latency.
     """
 
-    register_columns: int = 16384
-    chunk: int = 4096
     piece: int = 0
     reads_ahead: bool = False
 

@@ -7,7 +7,6 @@ The simple form is the fast one: with one row per block, enough blocks share a m
 from __future__ import annotations
 
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
@@ -15,7 +14,7 @@ from pallas_kernels.ops._norms.config import ForwardConfig, default_forward
 from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, Norm, center
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.random import mixed_words
-from pallas_kernels.primitives.row_kernel import HeldRows, RowChunks, held_segments, row_kernel
+from pallas_kernels.primitives.row_kernel import HeldRows, held_segments, row_kernel
 from pallas_kernels.primitives.rows import (
     cut_row,
     load_columns,
@@ -45,8 +44,8 @@ def norm_forward(
     total is the sum that was normalised, None without a residual; statistics, `Norm.statistics` of it for the backward
     pass, None unless `with_statistics`.
 
-    x and residual: (rows, features) of one floating dtype, features >= 128. scale, bias: (features,), or None.
-    words: (2,) uint32, the key of the dropout of x; None for none. With words there must be a residual.
+    x and residual: (rows, features) of one floating dtype, 128 to `LONGEST_ROW` features. scale, bias: (features,), or
+    None. words: (2,) uint32, the key of the dropout of x; None for none. With words there must be a residual.
     """
     if config is None:
         config = default_forward(
@@ -57,59 +56,51 @@ def norm_forward(
             centered=norm.centered,
             cores=target_device().core_count,
         )
-    is_whole = x.shape[1] <= config.register_columns
     outputs = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
     outputs |= {} if residual is None else {"total": outputs["y"]}
     outputs |= {"statistics": norm.statistics(x.shape[0], x.dtype)} if with_statistics else {}
     results = row_kernel(
-        (_whole_row if is_whole else _chunked_row)(norm, without_values(x), config),
+        _whole_row(norm, without_values(x), config),
         {"x": x, "scale": scale, "bias": bias, "residual": residual, "words": words},
         outputs,
         name=norm.kernel_name(has_residual=residual is not None, has_dropout=words is not None),
         compiler_params=COMPILER_PARAMS,
         rows=x.shape[0],
-        at_once=short_rows_at_once(x.shape, x.dtype.itemsize) if is_whole else 0,
+        at_once=short_rows_at_once(x.shape, x.dtype.itemsize),
     )
     return results["y"], results.get("total"), results.get("statistics")
 
 
-def _sum_of(norm, row, refs, words, columns, segments, features):
-    """Returns part of a row of x after dropout and residual sum, rounded as it is stored."""
-    x = load_row(refs["x"].at[row, columns], segments)
+def _sum_of(norm, row, refs, words, segments, features):
+    """Returns a row of x after dropout and residual sum, rounded as it is stored."""
+    x = load_row(refs["x"].at[row], segments)
     if "residual" not in refs:
         return x
     value = to_float32(x)
     if words is not None:
-        start = jnp.asarray(columns.start).astype(jnp.uint32)
-        places = tuple(s.columns(jnp.uint32) + start for s in segments)
+        places = tuple(s.columns(jnp.uint32) for s in segments)
         value = norm.drop(value, words, row_index(row, segments), places, features)
-    residual = to_float32(load_row(refs["residual"].at[row, columns], segments))
+    residual = to_float32(load_row(refs["residual"].at[row], segments))
     total = map_row(lambda a, b: (a + b).astype(refs["total"].dtype), value, residual)
-    store_row(refs["total"].at[row, columns], total, segments)
+    store_row(refs["total"].at[row], total, segments)
     return total
 
 
-def _load_gain(refs, columns, segments):
+def _load_gain(refs, segments):
     """Returns the scale and the bias, by name, if there are any."""
-    return {name: load_columns(refs[name].at[columns], segments) for name in ("scale", "bias") if name in refs}
+    return {name: load_columns(refs[name], segments) for name in ("scale", "bias") if name in refs}
 
 
-def _store_output(norm, row, refs, columns, segments, value, inverse, gain=None):
+def _store_output(norm, row, refs, segments, value, inverse, gain):
     """Scales and stores a segment at a time, so that registers hold the scale and bias of only one.
 
     gain: the whole scale and bias if they have been read.
     """
     for i, (segment, part) in enumerate(zip(segments, value, strict=True)):
-        own = {name: each[i : i + 1] for name, each in gain.items()} if gain else _load_gain(refs, columns, (segment,))
+        own = {name: each[i : i + 1] for name, each in gain.items()} if gain else _load_gain(refs, (segment,))
         scale, bias = (own[name][0] if name in own else None for name in ("scale", "bias"))
         part = norm.scaled(part * inverse, scale, bias, refs["y"].dtype)
-        store_row(refs["y"].at[row, columns], (part,), (segment,))
-
-
-def _store_statistics(refs, held, statistics):
-    if "statistics" in refs:
-        for i, value in enumerate(statistics):
-            held.store_value(refs["statistics"].at[i], value)
+        store_row(refs["y"].at[row], (part,), (segment,))
 
 
 def _whole_row(norm, x, config):
@@ -117,46 +108,20 @@ def _whole_row(norm, x, config):
     at_once, segments = held_segments(x.shape, x.dtype.itemsize)
     if config.piece and not at_once:
         segments = cut_row(segments, config.piece)
-    whole = pl.ds(0, features)
 
     def body(row, refs):
         words = mixed_words(refs["words"]) if "words" in refs else None
-        gain = _load_gain(refs, whole, segments) if config.reads_ahead else None
-        value = to_float32(_sum_of(norm, row, refs, words, whole, segments, features))
+        gain = _load_gain(refs, segments) if config.reads_ahead else None
+        value = to_float32(_sum_of(norm, row, refs, words, segments, features))
         held, statistics = HeldRows(at=row, segments=segments), []
         for _ in range(norm.mean_passes(x.dtype)):
             statistics.append(held.sum(value) * (1.0 / features))
             value = center(value, (held.spread(statistics[-1]),))
         mean_squares = held.sum(map_row(jnp.square, value)) * (1.0 / features)
         statistics.insert(0, lax.rsqrt(mean_squares + norm.epsilon))
-        _store_output(norm, row, refs, whole, segments, value, held.spread(statistics[0]), gain)
-        _store_statistics(refs, held, statistics)
-
-    return body
-
-
-def _chunked_row(norm, x, config):
-    features = x.shape[1]
-    chunks = RowChunks.make(features, x.dtype.itemsize, config.chunk)
-
-    def body(row, refs):
-        words = mixed_words(refs["words"]) if "words" in refs else None
-
-        def first_read(columns, segments):
-            return to_float32(_sum_of(norm, row, refs, words, columns, segments, features))
-
-        def read_again(columns, segments):
-            source = refs["x" if "residual" not in refs else "total"]
-            return center(to_float32(load_row(source.at[row, columns], segments)), means)
-
-        means = []
-        for _ in range(norm.mean_passes(x.dtype)):
-            read = read_again if means else first_read
-            means.append(chunks.sums(lambda *part, read=read: [read(*part)], 1)[0] * (1.0 / features))
-        read = read_again if means else first_read
-        (squares,) = chunks.sums(lambda *part: [map_row(jnp.square, read(*part))], 1)
-        inverse = lax.rsqrt(squares * (1.0 / features) + norm.epsilon)
-        chunks.each(lambda columns, s: _store_output(norm, row, refs, columns, s, read_again(columns, s), inverse))
-        _store_statistics(refs, HeldRows(at=row, segments=chunks.segments), (inverse, *means))
+        _store_output(norm, row, refs, segments, value, held.spread(statistics[0]), gain)
+        if "statistics" in refs:
+            for i, value in enumerate(statistics):
+                held.store_value(refs["statistics"].at[i], value)
 
     return body

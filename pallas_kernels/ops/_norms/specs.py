@@ -80,7 +80,10 @@ def _backward(
     return tuple(each for each in (found.dtotal, found.dscale, found.dbias) if each is not None)
 
 
-def _triton_gradients(*arrays: Any, **others: Any) -> NormGradients:
+def _triton_gradients(norm, x, statistics, dy, *, scale, bias, dtotal, words) -> NormGradients:
     from pallas_kernels.ops._norms.triton import backward  # imports Triton
 
-    return backward(*arrays, **others)
+    if dtotal is not None or scale is None:
+        raise NotImplementedError("the Triton kernels take a scale and no residual")
+    dx, dscale, dbias = backward(norm, x, statistics, dy, scale, bias)
+    return NormGradients(dtotal=dx, dx=None, dscale=dscale, dbias=dbias)

@@ -1,10 +1,14 @@
 """The norms as Triton kernels, called through jax_triton: for comparison, and for GPUs that Mosaic does not serve.
 
+They serve the block's strategy: a scale, a bias for LayerNorm, and no residual.
+
 A block holds a row in registers. Backward, blocks are persistent and keep partial column sums, which XLA adds up.
 The module is imported only when requested, since it imports Triton.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +16,6 @@ import jax_triton  # pyright: ignore[reportMissingImports]
 import triton
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from pallas_kernels.ops._norms.backward import Kernels, NormGradients
 from pallas_kernels.ops._norms.norm import Norm
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.triton_calls import row_block
@@ -23,53 +26,34 @@ _BLOCKS_PER_CORE = 4
 @triton.jit  # pyright: ignore[reportAttributeAccessIssue]
 def norm_forward(
     x_ptr,
-    residual_ptr,
     scale_ptr,
     bias_ptr,
     y_ptr,
-    total_ptr,
     statistics_ptr,
     rows: tl.constexpr,
     features: tl.constexpr,
     epsilon: tl.constexpr,
     block: tl.constexpr,
     mean_passes: tl.constexpr,
-    has_residual: tl.constexpr,
-    has_scale: tl.constexpr,
     has_bias: tl.constexpr,
-    has_statistics: tl.constexpr,
-    rounds_before_scale: tl.constexpr,
 ):
-    """Computes one row in each block. A pointer whose flag is off is never dereferenced."""
+    """Computes one row in each block. Without a bias its pointer is never dereferenced."""
     columns = tl.arange(0, block)
     inside = columns < features
     row = tl.program_id(0)
     offsets = row.to(tl.int64) * features + columns
-    total = tl.load(x_ptr + offsets, mask=inside, other=0.0)
-    if has_residual:
-        residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0)
-        total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
-        tl.store(total_ptr + offsets, total, mask=inside)
-    value = total.to(tl.float32)
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+    value = x.to(tl.float32)
     for i in tl.static_range(mean_passes):
         mean = tl.sum(value, 0) / features
         value = tl.where(inside, value - mean, 0.0)
-        if has_statistics:
-            tl.store(statistics_ptr + (i + 1) * rows + row, mean)
+        tl.store(statistics_ptr + (i + 1) * rows + row, mean)
     inverse = tl.rsqrt(tl.sum(value * value, 0) / features + epsilon)
-    if has_statistics:
-        tl.store(statistics_ptr + row, inverse)
-    y = value * inverse
-    if rounds_before_scale and (has_scale or has_bias):
-        y = y.to(total.dtype).to(tl.float32)
-    if has_scale:
-        scale = tl.load(scale_ptr + columns, mask=inside, other=0.0)
-        y *= scale.to(tl.float32)
-        if rounds_before_scale and has_bias and scale.dtype == total.dtype:
-            y = y.to(total.dtype).to(tl.float32)
+    tl.store(statistics_ptr + row, inverse)
+    y = value * inverse * tl.load(scale_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if has_bias:
         y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offsets, y.to(total.dtype), mask=inside)
+    tl.store(y_ptr + offsets, y.to(x.dtype), mask=inside)
 
 
 @triton.jit  # pyright: ignore[reportAttributeAccessIssue]
@@ -77,7 +61,6 @@ def norm_backward(
     total_ptr,
     statistics_ptr,
     dy_ptr,
-    dtotal_ptr,
     scale_ptr,
     dx_ptr,
     dscale_ptr,
@@ -87,17 +70,13 @@ def norm_backward(
     block: tl.constexpr,
     blocks: tl.constexpr,
     mean_passes: tl.constexpr,
-    has_dtotal: tl.constexpr,
-    has_scale: tl.constexpr,
     has_bias: tl.constexpr,
 ):
     """Computes every `blocks`-th row in each block, and writes the block's partial column sums."""
     first = tl.program_id(0)
     columns = tl.arange(0, block)
     inside = columns < features
-    gain = tl.full((block,), 1.0, tl.float32)
-    if has_scale:
-        gain = tl.load(scale_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(scale_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     dscale = tl.zeros((block,), tl.float32)
     dbias = tl.zeros((block,), tl.float32)
     offsets = first.to(tl.int64) * features + columns
@@ -113,45 +92,26 @@ def norm_backward(
         if mean_passes > 0:
             dx -= tl.sum(weighted, 0) / features
         dx *= inverse
-        if has_dtotal:
-            dx += tl.load(dtotal_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         dscale += dy * value
         dbias += dy
         offsets += blocks * features
     partial_sums = first.to(tl.int64) * features + columns
-    if has_scale:
-        tl.store(dscale_ptr + partial_sums, dscale, mask=inside)
+    tl.store(dscale_ptr + partial_sums, dscale, mask=inside)
     if has_bias:
         tl.store(dbias_ptr + partial_sums, dbias, mask=inside)
 
 
-def forward(
-    norm: Norm,
-    x: jax.Array,
-    *,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    words: None,
-    with_statistics: bool,
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Runs a norm forward by Triton, like `forward.norm_forward`; takes no dropout."""
-    del words
+def forward(norm: Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Returns y and the statistics, `Norm.statistics`. x: (rows, features)."""
     rows, features = x.shape
     block, warps = row_block(features)
-    # An unused pointer must still be a valid one.
-    operands = (x if operand is None else operand for operand in (residual, scale, bias))
-    statistics = norm.statistics(rows, x.dtype)
-    y, total, statistics = jax_triton.triton_call(
+    return jax_triton.triton_call(
         x,
-        *operands,
+        scale,
+        scale if bias is None else bias,  # an unused pointer must still be a valid one
         kernel=norm_forward,
-        out_type=(
-            _like(x, x.shape),
-            _like(x, (1,) if residual is None else x.shape),
-            statistics if with_statistics else _like(statistics, (1,)),
-        ),
+        out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype), norm.statistics(rows, x.dtype)),
         grid=(rows,),
         name=f"{norm.name}_triton",
         num_warps=warps,
@@ -160,40 +120,25 @@ def forward(
         epsilon=norm.epsilon,
         block=block,
         mean_passes=norm.mean_passes(x.dtype),
-        has_residual=residual is not None,
-        has_scale=scale is not None,
         has_bias=bias is not None,
-        has_statistics=with_statistics,
-        rounds_before_scale=norm.rounds_before_scale,
     )
-    return y, None if residual is None else total, statistics
 
 
 def backward(
-    norm: Norm,
-    total: jax.Array,
-    statistics: jax.Array,
-    dy: jax.Array,
-    *,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    dtotal: jax.Array | None,
-    words: None,
-) -> NormGradients:
-    """Runs a norm backward by Triton, like `backward.norm_backward`; takes no dropout."""
-    del words
-    rows, features = total.shape
+    norm: Norm, x: jax.Array, statistics: jax.Array, dy: jax.Array, scale: jax.Array, bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns the gradients of x, scale and bias. x, dy: (rows, features)."""
+    rows, features = x.shape
     block, warps = row_block(features)
     blocks = min(rows, _BLOCKS_PER_CORE * target_device().core_count)
-    sums = [(1,) if array is None else (blocks, features) for array in (scale, bias)]
+    sums = ((blocks, features), (1,) if bias is None else (blocks, features))
     dx, *partials = jax_triton.triton_call(
-        total,
+        x,
         statistics,
         dy,
-        total if dtotal is None else dtotal,
-        total if scale is None else scale,
+        scale,
         kernel=norm_backward,
-        out_type=(_like(total, total.shape), *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sums)),
+        out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype), *(jax.ShapeDtypeStruct(n, jnp.float32) for n in sums)),
         grid=(blocks,),
         name=f"{norm.name}_backward_triton",
         num_warps=warps,
@@ -201,18 +146,31 @@ def backward(
         features=features,
         block=block,
         blocks=blocks,
-        mean_passes=norm.mean_passes(total.dtype),
-        has_dtotal=dtotal is not None,
-        has_scale=scale is not None,
+        mean_passes=norm.mean_passes(x.dtype),
         has_bias=bias is not None,
     )
-    pairs = zip((scale, bias), partials, strict=True)
-    dscale, dbias = (None if array is None else jnp.sum(part, axis=0).astype(array.dtype) for array, part in pairs)
-    return NormGradients(dtotal=dx, dx=None, dscale=dscale, dbias=dbias)
+    dscale, dbias = (
+        None if array is None else jnp.sum(part, axis=0).astype(array.dtype)
+        for array, part in zip((scale, bias), partials, strict=True)
+    )
+    assert dscale is not None
+    return dx, dscale, dbias
 
 
-def _like(array: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, array.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def triton_norm(norm: Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Normalises the rows of x (rows, features)."""
+    return forward(norm, x, scale, bias)[0]
 
 
-TRITON = Kernels(forward, backward)
+def _fwd(norm, x, scale, bias):
+    y, statistics = forward(norm, x, scale, bias)
+    return y, (x, statistics, scale, bias)
+
+
+def _bwd(norm, saved, dy):
+    x, statistics, scale, bias = saved
+    return backward(norm, x, statistics, dy, scale, bias)
+
+
+triton_norm.defvjp(_fwd, _bwd)

@@ -88,7 +88,7 @@ def prologue(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array | No
         rounds_before_scale=norm.rounds_before_scale,
     )
     scale, bias = (None if each is None else jnp.asarray(each) for each in (norm.scale, norm.bias))
-    return apply.apply_norm(apply.MOSAIC, row_kernel, False, x, scale, bias)[0], None  # pyright: ignore[reportIndexIssue]
+    return apply.apply_norm(row_kernel, False, x, scale, bias)[0], None  # pyright: ignore[reportIndexIssue]
 
 
 def norm_reference(norm: Norm | None, x: jax.Array) -> jax.Array:

@@ -6,14 +6,12 @@ A block takes the same columns of a few rows and reads their bias once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.activations import Activation
-from pallas_kernels.primitives.elementwise import Keep, Part, elementwise_kernel, folded_rows
-from pallas_kernels.primitives.random import of_part
+from pallas_kernels.primitives.elementwise import Keep, Part, elementwise_kernel
 
 
 def bias_activation_forward(
@@ -30,8 +28,6 @@ def bias_activation_forward(
     x, residual: (rows, features) of one floating dtype; one row where there is no bias. bias: (features,).
     words: the dropout key's, (2,) uint32, or None for no dropout at the given rate.
     """
-    shape = x.shape
-    x, bias, residual = fold(x, bias, residual, words)
     operands = present({"x": x, "bias": bias, "residual": residual, "words": words})
     dtype = x.dtype
 
@@ -41,22 +37,7 @@ def bias_activation_forward(
             y = keep(y, row, part)
         return y + loaded["residual"].astype(jnp.float32) if "residual" in loaded else y
 
-    return elementwise_kernel("bias_activation", operands, step, rate=rate).reshape(shape)
-
-
-def fold(
-    x: jax.Array, bias: jax.Array | None, other: jax.Array | None, words: jax.Array | None
-) -> tuple[Any, Any, Any]:
-    """Reshapes x, the bias and the other array like x to rows of wide accesses (see `folded_rows`).
-
-    The element numbers that dropout draws from stay the same; those of a part of an array need its own rows.
-    """
-    is_kept = bias is None or (words is not None and of_part(words))
-    times = 1 if is_kept else folded_rows(x.shape[0], x.shape[1], x.dtype.itemsize)
-    if times == 1 or bias is None:
-        return x, bias, other
-    shape = (x.shape[0] // times, x.shape[1] * times)
-    return x.reshape(shape), jnp.tile(bias, times), None if other is None else other.reshape(shape)
+    return elementwise_kernel("bias_activation", operands, step, rate=rate)
 
 
 def add_bias(loaded: Mapping[str, jax.Array]) -> jax.Array:

@@ -16,11 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.bias_activation.mosaic_gpu import (
-    add_bias,
-    fold,
-    present,
-)
+from pallas_kernels.ops.bias_activation.mosaic_gpu import add_bias, present
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.compat import store
@@ -59,8 +55,6 @@ def bias_activation_backward(
     config: ColumnSumConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (dx, dbias), or (dx, None) without a bias. Arguments as of the forward kernel; dy like x."""
-    shape = x.shape
-    x, bias, dy = fold(x, bias, dy, words)
     operands = present({"x": x, "bias": bias, "words": words, "dy": dy})
     # As accurate as the more accurate of the two gradients needs.
     shown = x.dtype if bias is None else jnp.promote_types(x.dtype, bias.dtype)
@@ -75,29 +69,26 @@ def bias_activation_backward(
         return elementwise_kernel("bias_activation_gradient", operands, step, rate=rate), None
     if config is None:
         config = ColumnSumConfig() if x.shape[0] >= 1024 else ColumnSumConfig(warpgroups=1, blocks_per_core=2)
-    dx, dbias = _column_sum_kernel(operands, step, features=shape[1], rate=rate, config=config)
-    return dx.reshape(shape), dbias
+    return _column_sum_kernel(operands, step, rate=rate, config=config)
 
 
 def _column_sum_kernel(
     operands: Mapping[str, jax.Array],
     step: Callable[..., jax.Array],
     *,
-    features: int,
     rate: float,
     config: ColumnSumConfig,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns dx, like `operands["x"]`, and the sums of its columns in the dtype of `operands["bias"]`.
 
-    features: the length of unfolded rows, and the number of sums returned.
     step: takes a row, a part of it, each operand's values in it, and the dropout function (None: no dropout).
     """
-    x, sum_dtype, sums_wanted = operands["x"], operands["bias"].dtype, features
+    x, sum_dtype = operands["x"], operands["bias"].dtype
     rows, features = x.shape
     itemsize, warpgroups = x.dtype.itemsize, config.warpgroups
     blocks = column_blocks(rows, features, itemsize, warpgroups=warpgroups, blocks_per_core=config.blocks_per_core)
     groups = blocks.rows
-    is_sum = groups * features == sums_wanted  # nothing is left to add
+    is_sum = groups == 1  # nothing is left to add
     names = tuple(operands)
 
     def bias_activation_gradient(*all_refs):
@@ -161,7 +152,7 @@ def _column_sum_kernel(
         compiler_params=COMPILER_PARAMS,
     )(*operands.values())
     dx, partials = (varying_like(output, *operands.values()) for output in (dx, partials))
-    return dx, partials[0] if is_sum else jnp.sum(partials.reshape(-1, sums_wanted), axis=0).astype(sum_dtype)
+    return dx, partials[0] if is_sum else jnp.sum(partials, axis=0).astype(sum_dtype)
 
 
 def _load_sums(sums, warpgroup: int, part: Part) -> jax.Array:

@@ -54,7 +54,7 @@ def dropout_residual_norm(
         rounds_before_scale: whether the normalised rows are rounded to x.dtype before scale and bias; see `rms_norm`
             and `layer_norm`.
         implementation: one of the names below, a sequence of them in order of preference, or None.
-            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
+            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; 128 to 16384 features.
             XLA computes the gradients of rows too long for registers.
             "xla": always runs.
             None: "mosaic" if it can run, else "xla".

@@ -54,9 +54,10 @@ def layer_norm(
             `(centered * rsqrt(...)).astype(x.dtype) * scale + bias`, which is also rounded after the product if scale
             and x have the same dtype.
         implementation: one of the names below, a sequence of them in order of preference, or None.
-            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
+            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; 128 to 16384 features.
             XLA computes the gradients of rows too long for registers.
-            "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs; 128 to 32768 features.
+            "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs; 128 to 32768 features, a
+            scale, no residual, `returns_total` or `rounds_before_scale`.
             "xla": always runs.
             None: "mosaic" if it can run, else "xla".
 

@@ -52,9 +52,10 @@ def rms_norm(
         rounds_before_scale: whether the normalised rows are rounded to x.dtype before they are multiplied by the scale,
             as Llama and T5 do: `(total * rsqrt(...)).astype(x.dtype) * scale`.
         implementation: one of the names below, a sequence of them in order of preference, or None.
-            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 features.
+            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; 128 to 16384 features.
             XLA computes the gradients of rows too long for registers.
-            "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs; 128 to 32768 features.
+            "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs; 128 to 32768 features, a
+            scale, no residual, `returns_total` or `rounds_before_scale`.
             "xla": always runs.
             None: "mosaic" if it can run, else "xla".
 

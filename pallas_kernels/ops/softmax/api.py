@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.softmax.masking import Masking, mask_rows
 from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
-from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward
+from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward, xla_gradient
 from pallas_kernels.ops.softmax.reference import softmax_reference
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays, static_flag, static_integer
 from pallas_kernels.primitives.dimensions import shares
@@ -58,11 +57,12 @@ def softmax(
         mask: broadcastable to x, boolean (True keeps) or floating (added), or None. For "mosaic", XLA converts a
             boolean mask to bytes, in the kernel that makes the mask if there is one. A floating mask has a gradient,
             which XLA computes.
-        is_causal: keep column j of row i, of the last two axes, only if j <= i. `axis` must be the last one. "mosaic"
-            does not read the elements right of the diagonal.
+        is_causal: keep column j of row i, of the last two axes, only if j <= i. `axis` must be the last one. For
+            "mosaic" it is a boolean mask.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; along the last axis,
-            with a size of at least 128.
+            with a size of at least 128. XLA computes the gradients of more than 8192 values that are no multiple of 512
+            or fill more than 110 KiB.
             "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs; along the last axis, with
             a size of 128 to 32768 and no mask.
             "xla": always runs.
@@ -104,14 +104,16 @@ def masking_of(
     x: jax.Array, *, scale: float | None = None, mask: jax.Array | None = None, is_causal: bool = False
 ) -> tuple[Masking, jax.Array | None]:
     """Converts the arguments of `softmax` to the kernels' arguments: the static masking, and the mask as rows."""
-    masking = Masking(scale=scale, queries=x.shape[-2] if is_causal else None)
+    if is_causal:
+        kept = jnp.tri(*x.shape[-2:], dtype=bool)
+        mask = kept if mask is None else kept & mask if mask.dtype == jnp.bool_ else jnp.where(kept, mask, -jnp.inf)
     if mask is None:
-        return masking, None
+        return Masking(scale=scale), None
     is_boolean = mask.dtype == jnp.bool_
     mask, index = mask_rows(mask, x.shape)
     # Mosaic GPU would load booleans as bits; XLA keeps them as bytes.
     mask = mask.astype(jnp.int8) if is_boolean else mask
-    return replace(masking, is_boolean=is_boolean, mask_index=index), mask
+    return Masking(scale=scale, is_boolean=is_boolean, mask_index=index), mask
 
 
 def mosaic_unsupported(x: jax.Array, *, axis: int = -1, mask: jax.Array | None = None) -> str | None:
@@ -173,15 +175,13 @@ def _mosaic_bwd(masking, saved, dy):
     weights, mask = saved
     if isinstance(dy, SymbolicZero):
         return jnp.zeros_like(weights), None
-    dx = softmax_backward(weights, dy, masking=masking)
+    dx = softmax_backward(weights, dy, scale=masking.scale)
     return dx, None if mask is None else _mask_gradient(weights, dy, mask, masking)
 
 
 def _mask_gradient(weights: jax.Array, dy: jax.Array, mask: jax.Array, masking: Masking) -> jax.Array:
     """Computes the gradient of the scores, summed over the rows that share a row of the mask."""
-    p, dy = weights.astype(jnp.float32), dy.astype(jnp.float32)
-    total = jnp.sum(p, axis=-1, keepdims=True)
-    dscores = p * (dy - jnp.sum(p * dy, axis=-1, keepdims=True) / jnp.where(total == 0, 1, total))
+    dscores = xla_gradient(weights.astype(jnp.float32), dy)
     rows = jnp.arange(weights.shape[0])
     own = jnp.broadcast_to(masking.mask_row(rows), rows.shape)  # scalar if all rows share one mask row
     return jnp.zeros(mask.shape, jnp.float32).at[own].add(dscores).astype(mask.dtype)

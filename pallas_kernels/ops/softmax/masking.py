@@ -1,4 +1,4 @@
-"""Scale, mask and causal limit of a softmax over (rows, features), in the form of its kernels.
+"""Scale and mask of a softmax over (rows, features), in the form of its kernels.
 
 A mask keeps its own rows: a row of x finds its mask row by index arithmetic, so a mask that batch or heads share is
 never expanded.
@@ -15,40 +15,34 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.softmax.config import CAUSAL_PIECES, MOST_REPEATED
-from pallas_kernels.primitives.row_kernel import RowChunks
 from pallas_kernels.primitives.rows import (
-    THREADS,
     WARPS,
     Row,
     RowValues,
     Segment,
-    cut_row,
     load_columns,
     load_row,
     map_row,
-    row_columns,
     short_rows_at_once,
-    split_row,
-    split_short_rows,
     to_float32,
 )
+
+MOST_REPEATED = 1.25
+"""The most rows computed for each row, where a warpgroup takes several rows at once and the last one repeats some."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """The scale, mask and causal limit of rows; static, and the same for all rows.
+    """The scale and mask of rows; static, and the same for all rows.
 
     scale: the factor of x, or None.
     is_boolean: the mask keeps (non-zero) or drops (zero); otherwise it is added.
     mask_index: terms (divisor, size, stride): row r of x has mask row sum((r // divisor) % size * stride).
-    queries: with a causal limit, the length of the axis before the last: row r keeps columns 0 to r % queries.
     """
 
     scale: float | None = None
     is_boolean: bool = False
     mask_index: tuple[tuple[int, int, int], ...] = ()
-    queries: int | None = None
 
     def rows_at_once(self, x: jax.Array) -> int:
         """Returns how many rows a warpgroup takes at once, or 0 for one; they have one mask row, or rows in order."""
@@ -76,18 +70,7 @@ class Masking:
         first = self.mask_row(jnp.asarray(row.start))
         return pl.ds(first, row.size) if any(divisor == 1 for divisor, _, _ in self.mask_index) else first
 
-    def query(self, row: jax.Array) -> jax.Array:
-        """Returns the last column that a row keeps."""
-        assert self.queries is not None
-        return lax.rem(row, self.queries)
-
-    def chunks_needed(self, row: jax.Array, chunks: RowChunks) -> jax.Array | int:
-        """Returns how many chunks of a row it takes to hold the columns that the row keeps."""
-        if self.queries is None:
-            return chunks.trips
-        return jnp.minimum(chunks.trips, self.query(row) // chunks.chunk + 1)
-
-    def apply(self, values: RowValues, mask: RowValues | None, columns: RowValues, row: jax.Array) -> RowValues:
+    def apply(self, values: RowValues, mask: RowValues | None) -> RowValues:
         """Computes scores in float32; -inf where masked."""
         scores = to_float32(values)
         if self.scale is not None:
@@ -95,14 +78,7 @@ class Masking:
         if mask is not None:
             hide = (lambda v, m: jnp.where(m != 0, v, -jnp.inf)) if self.is_boolean else jnp.add
             scores = map_row(hide, scores, mask if self.is_boolean else to_float32(mask))
-        return self.limit(scores, columns, row, -jnp.inf)
-
-    def limit(self, values: RowValues, columns: RowValues, row: jax.Array, fill: float) -> RowValues:
-        """Returns the values, with `fill` right of the causal limit."""
-        if self.queries is None:
-            return values
-        query = self.query(row)
-        return map_row(lambda v, c: jnp.where(c <= query, v, jnp.float32(fill)), values, columns)
+        return scores
 
 
 def mask_rows(mask: jax.Array, shape: Sequence[int]) -> tuple[jax.Array, tuple[tuple[int, int, int], ...]]:
@@ -127,56 +103,7 @@ def mask_rows(mask: jax.Array, shape: Sequence[int]) -> tuple[jax.Array, tuple[t
     return mask.reshape(math.prod(own[:-1]), features), tuple(terms)
 
 
-def whole_row_segments(x: jax.Array, masking: Masking) -> tuple[Segment, ...]:
-    """Returns the segments of a row of x; a long causal row is cut into more of them, so that some can be skipped."""
-    features, itemsize = x.shape[1], x.dtype.itemsize
-    if at_once := masking.rows_at_once(x):
-        return split_short_rows(features, itemsize, rows=at_once)
-    segments, pieces = split_row(features, itemsize), []
-    if masking.queries is None:
-        return segments
-    for segment in segments:
-        pieces += cut_row((segment,), -(-segment.size // (CAUSAL_PIECES * THREADS * segment.vector)))
-    return tuple(pieces)
-
-
-def load_mask(ref, segments: Sequence[Segment], masking: Masking, row: Row) -> RowValues:
+def load_mask(ref, segments: Sequence[Segment], row: Row) -> RowValues:
     """Reads the mask of a row. ref: (features,), or (rows, features) where the rows have masks of their own."""
     is_shared = isinstance(row, pl.Slice) and len(ref.shape) == 1
-    return load_columns(ref, segments) if is_shared else load_kept(ref, segments, masking, row)
-
-
-def load_kept(ref, segments: Sequence[Segment], masking: Masking, row: Row) -> RowValues:
-    """Reads one row; in place of segments right of the causal limit it reads the first segment again.
-
-    A branch would also be correct, but all loads of a row must be issued before the first wait.
-    """
-    if masking.queries is None or isinstance(row, pl.Slice):
-        return load_row(ref, segments)
-    query, values = masking.query(row), []
-    for segment in segments:
-        start = jnp.where(segment.offset <= query, segment.offset, segments[0].offset)
-        values += load_row(ref, (_SegmentAt.of(segment, start),))
-    return tuple(values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SegmentAt(Segment):
-    """A segment at an offset that is only known at run time."""
-
-    start: jax.Array
-
-    @staticmethod
-    def of(segment: Segment, start: jax.Array) -> _SegmentAt:
-        return _SegmentAt(offset=segment.offset, size=segment.size, vector=segment.vector, start=start)
-
-    @property
-    def index(self):
-        return (pl.ds(self.start, self.size),)
-
-
-def columns_from(segments: Sequence[Segment], first: jax.Array | int, masking: Masking) -> RowValues:
-    """Returns the columns of segments from column `first` on, or zeros without a causal limit, which needs none."""
-    if masking.queries is None:
-        return tuple(jnp.int32(0) for _ in segments)
-    return tuple(column + first for column in row_columns(segments))
+    return load_columns(ref, segments) if is_shared else load_row(ref, segments)

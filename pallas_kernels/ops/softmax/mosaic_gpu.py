@@ -16,8 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.softmax.config import DEFAULT_FORWARD, RowConfig
-from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, load_mask, whole_row_segments
+from pallas_kernels.ops.softmax.masking import Masking, load_mask
 from pallas_kernels.ops.softmax.rounding import MOST_EXACT, normalise, online_add, sum_of_weights
 from pallas_kernels.primitives.exponents import LOWEST
 from pallas_kernels.primitives.row_kernel import RowChunks, row_kernel
@@ -27,14 +26,18 @@ from pallas_kernels.primitives.rows import (
     full_row,
     load_row,
     map_row,
-    row_index,
     row_max,
     row_sum,
+    split_row,
+    split_short_rows,
     store_row,
     sum_of,
     zeros_row,
 )
 from pallas_kernels.primitives.sharing import without_values
+
+REGISTER_COLUMNS = 16384
+"""The longest row held in registers: 64 KiB of float32 weights fill half of them."""
 
 
 def compiler_params(dtype, **others: Any) -> plgpu.CompilerParams:
@@ -45,18 +48,30 @@ def compiler_params(dtype, **others: Any) -> plgpu.CompilerParams:
     return plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=jnp.dtype(dtype).itemsize < 4, **others)
 
 
+def row_segments(x: jax.Array, at_once: int) -> tuple[Segment, ...]:
+    """Returns the segments of a row of x, or of the rows that a warpgroup takes at once."""
+    features, itemsize = x.shape[1], x.dtype.itemsize
+    return split_short_rows(features, itemsize, rows=at_once) if at_once else split_row(features, itemsize)
+
+
 def softmax_forward(
-    x: jax.Array, mask: jax.Array | None, *, masking: Masking, config: RowConfig | None = None
+    x: jax.Array,
+    mask: jax.Array | None,
+    *,
+    masking: Masking,
+    register_columns: int = REGISTER_COLUMNS,
+    chunk: int = 4096,
 ) -> jax.Array:
     """Returns the weights, like x.
 
     x: (rows, features) of a floating dtype, features >= 128. mask: (rows of its own, features), int8 where
-    `masking.is_boolean`, else floating.
+    `masking.is_boolean`, else floating. register_columns: the longest row held in registers. chunk: columns in
+    registers at a time in a longer row, which is read again from the L2 cache.
     """
-    config = config or DEFAULT_FORWARD
-    is_whole = x.shape[1] <= config.register_columns
+    is_whole = x.shape[1] <= register_columns
     at_once = masking.rows_at_once(x) if is_whole else 0
-    body = (_whole_row_body if is_whole else _online_body)(without_values(x), masking, config)
+    own = without_values(x)
+    body = _whole_row_body(own, masking, at_once) if is_whole else _online_body(own, masking, chunk)
 
     def compute(row, refs):
         mask_row = refs["mask"].at[masking.mask_rows(row)] if "mask" in refs else None
@@ -75,16 +90,14 @@ def softmax_forward(
     return results["y"]
 
 
-def _whole_row_body(x, masking, config):
-    del config
+def _whole_row_body(x, masking, at_once):
     is_exact = x.dtype.itemsize == 4
-    segments = whole_row_segments(x, masking)
+    segments = row_segments(x, at_once)
 
     def body(row, x_ref, mask_row, y_ref):
-        columns = columns_from(segments, 0, masking)
-        values = load_kept(x_ref.at[row], segments, masking, row)
-        mask = None if mask_row is None else load_mask(mask_row, segments, masking, row)
-        scores = masking.apply(values, mask, columns, row_index(row, segments))
+        values = load_row(x_ref.at[row], segments)
+        mask = None if mask_row is None else load_mask(mask_row, segments, row)
+        scores = masking.apply(values, mask)
         maximum = jnp.maximum(row_max(scores, segments), LOWEST)
         weights = map_row(lambda v: jnp.exp(v - maximum), scores)
         total = sum_of_weights(weights, segments, is_exact=is_exact and x.shape[1] <= MOST_EXACT)
@@ -93,10 +106,10 @@ def _whole_row_body(x, masking, config):
     return body
 
 
-def _online_body(x, masking, config):
+def _online_body(x, masking, chunk):
     itemsize = x.dtype.itemsize
     is_exact = itemsize == 4
-    chunks = RowChunks.make(x.shape[1], itemsize, config.chunk)
+    chunks = RowChunks.make(x.shape[1], itemsize, chunk)
     pieces, rest = even_pieces(chunks.chunk, itemsize, stride=chunks.features), chunks.rest
 
     def body(row, x_ref, mask_row, y_ref):
@@ -105,12 +118,11 @@ def _online_body(x, masking, config):
             part = pl.ds(first, chunks.chunk) if segments is not rest else chunks.whole
             values = load_row(x_ref.at[row, part], segments)
             mask = None if mask_row is None else load_row(mask_row.at[part], segments)
-            return masking.apply(values, mask, columns_from(segments, first, masking), row)
+            return masking.apply(values, mask)
 
-        needed = masking.chunks_needed(row, chunks)
         start = full_row(pieces[:1], LOWEST)[0], zeros_row(pieces[:1])[0]
         add = lambda i, state: online_add(state, scores(i * chunks.chunk, pieces))  # noqa: E731
-        highest, totals = lax.fori_loop(0, needed, add, start)
+        highest, totals = lax.fori_loop(0, chunks.trips, add, start)
         maximum = jnp.max(highest)
         tail = scores(0, rest) if rest else ()
         if rest:
@@ -124,8 +136,6 @@ def _online_body(x, masking, config):
             values = map_row(lambda v: jnp.exp(v - maximum), values)
             store_row(y_ref.at[row, columns], normalise(values, total, is_exact=is_exact), segments)
 
-        chunks.each(write, needed=needed)
-        if masking.queries is not None:
-            chunks.fill_zeros(y_ref.at[row], needed)
+        chunks.each(write)
 
     return body

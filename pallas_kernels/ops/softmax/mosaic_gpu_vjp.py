@@ -10,14 +10,12 @@ The mask plays no part: p is zero where it hides.
 
 A short row is in the registers of one warpgroup. A block holds a longer one in shared memory, where TMA brings the
 row's weights and dy; its warpgroups go over them twice, each warp over its own lines. Several blocks share a
-multiprocessor, so that one reads while another writes. One warpgroup walks along still longer rows, and causal ones,
-twice, chunk by chunk.
+multiprocessor, so that one reads while another writes. XLA computes the gradients of other rows.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import jax
 import jax.experimental.pallas as pl
@@ -25,67 +23,71 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.softmax.config import SHARED_BYTES, RowConfig, default_backward
-from pallas_kernels.ops.softmax.masking import Masking, columns_from, load_kept, whole_row_segments
-from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
+from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params, row_segments
 from pallas_kernels.ops.softmax.rounding import pairwise, quotient, remainder
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
-from pallas_kernels.primitives.row_kernel import RowChunks, row_kernel
+from pallas_kernels.primitives.row_kernel import row_kernel
 from pallas_kernels.primitives.rows import (
     WARPS,
     WarpSegment,
     line_sums,
     load_row,
     map_row,
-    row_index,
     row_sum,
+    short_rows_at_once,
     split_warp_row,
     store_row,
     to_float32,
     zeros_row,
 )
+from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.primitives.sharing import without_values
 
+REGISTER_COLUMNS = 8192
+"""The longest row held in registers: weights and dy take 145 registers a thread."""
+_SHARED_BYTES = 220 * 1024
+"""The most shared memory for the rows of a block."""
+_WARPGROUPS = 4
+"""The warpgroups of a block that holds a row in shared memory."""
+_WARP_COLUMNS = 512
+"""Columns of such a row that a warp has in registers at a time, if they divide its part of the row."""
 
-def softmax_backward(
-    weights: jax.Array, dy: jax.Array, *, masking: Masking, config: RowConfig | None = None
-) -> jax.Array:
+
+def softmax_backward(weights: jax.Array, dy: jax.Array, *, scale: float | None) -> jax.Array:
     """Returns dx. weights (what `softmax_forward` returned) and dy: (rows, features), features >= 128."""
-    config = config or default_backward(weights.dtype.itemsize)
-    rows, features = weights.shape
-    is_long = features > config.register_columns
-    if is_long and masking.queries is None and fits_shared_memory(features, weights.dtype.itemsize, config):
-        return varying_like(_shared_row_gradient(weights, dy, masking=masking, config=config), weights, dy)
-    masking = replace(masking, mask_index=())  # the weights have it
-    body = (_chunked_body if is_long else _whole_row_body)(without_values(weights), masking, config)
-    results = row_kernel(
-        lambda row, refs: body(row, refs["weights"], refs["dy"], refs["dx"]),
-        {"weights": weights, "dy": dy},
-        {"dx": jax.ShapeDtypeStruct(weights.shape, weights.dtype)},
-        name="softmax_gradient",
-        compiler_params=compiler_params(weights.dtype),
-        rows=rows,
-        at_once=masking.rows_at_once(weights),
-    )
-    return results["dx"]
+    features, itemsize = weights.shape[1], weights.dtype.itemsize
+    if features <= REGISTER_COLUMNS:
+        return whole_row_gradient(weights, dy, scale=scale)
+    is_even = split_warp_row(features, itemsize, warpgroups=_WARPGROUPS) is not None
+    if is_even and 2 * features * itemsize <= _SHARED_BYTES:
+        return varying_like(shared_row_gradient(weights, dy, scale=scale), weights, dy)
+    return xla_gradient(weights, dy, scale=scale)
+
+
+@usual_promotion
+def xla_gradient(weights: jax.Array, dy: jax.Array, *, scale: float | None = None) -> jax.Array:
+    """Computes dx in plain `jax.numpy`."""
+    p, dy = weights.astype(jnp.float32), dy.astype(jnp.float32)
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    centered = dy - jnp.sum(p * dy, axis=-1, keepdims=True) / jnp.where(total == 0, 1, total)
+    return _gradient(p, centered, scale).astype(weights.dtype)
 
 
 def _gradient(p, centered, scale):
     return p * centered if scale is None else p * (centered * jnp.float32(scale))
 
 
-def _whole_row_body(weights, masking, config):
-    del config
-    segments = whole_row_segments(weights, masking)
+def whole_row_gradient(weights: jax.Array, dy: jax.Array, *, scale: float | None) -> jax.Array:
+    """Computes dx of rows in registers."""
+    at_once = short_rows_at_once(weights.shape, weights.dtype.itemsize)
+    segments = row_segments(without_values(weights), at_once)
     is_exact = weights.dtype.itemsize == 4
 
-    def body(row, weights_ref, dy_ref, dx_ref):
-        columns = columns_from(segments, 0, masking)
-
-        p = load_kept(weights_ref.at[row], segments, masking, row)
-        dy = load_kept(dy_ref.at[row], segments, masking, row)
-        p, dy = masking.limit(to_float32(p), columns, row_index(row, segments), 0.0), to_float32(dy)
+    def body(row, refs):
+        p = load_row(refs["weights"].at[row], segments)
+        dy = load_row(refs["dy"].at[row], segments)
+        p, dy = to_float32(p), to_float32(dy)
         total = row_sum(p, segments)
 
         def mean_of(values):
@@ -96,54 +98,31 @@ def _whole_row_body(weights, masking, config):
         if is_exact:
             left = remainder(mean_of(centered), mean)
             centered = map_row(lambda d: d - left, centered)
-        store_row(dx_ref.at[row], map_row(lambda p, c: _gradient(p, c, masking.scale), p, centered), segments)
+        store_row(refs["dx"].at[row], map_row(lambda p, c: _gradient(p, c, scale), p, centered), segments)
 
-    return body
-
-
-def _chunked_body(weights, masking, config):
-    chunks = RowChunks.make(weights.shape[1], weights.dtype.itemsize, config.chunk)
-
-    def body(row, weights_ref, dy_ref, dx_ref):
-        needed = masking.chunks_needed(row, chunks)
-
-        def load(columns, segments):
-            return tuple(to_float32(load_row(ref.at[row, columns], segments)) for ref in (weights_ref, dy_ref))
-
-        def terms(columns, segments):
-            p, dy = load(columns, segments)
-            return map_row(jnp.multiply, p, dy), p
-
-        mean = quotient(*chunks.sums(terms, 2, needed=needed))
-
-        def write(columns, segments):
-            dx = map_row(lambda p, d: _gradient(p, d - mean, masking.scale), *load(columns, segments))
-            store_row(dx_ref.at[row, columns], dx, segments)
-
-        chunks.each(write, needed=needed)
-        if masking.queries is not None:
-            chunks.fill_zeros(dx_ref.at[row], needed)
-
-    return body
+    results = row_kernel(
+        body,
+        {"weights": weights, "dy": dy},
+        {"dx": jax.ShapeDtypeStruct(weights.shape, weights.dtype)},
+        name="softmax_gradient",
+        compiler_params=compiler_params(weights.dtype),
+        rows=weights.shape[0],
+        at_once=at_once,
+    )
+    return results["dx"]
 
 
-def fits_shared_memory(features: int, itemsize: int, config: RowConfig) -> bool:
-    """Whether a block of `config.shared_warpgroups` warpgroups can hold such rows."""
-    if not config.shared_warpgroups or 2 * features * itemsize > SHARED_BYTES:
-        return False
-    return split_warp_row(features, itemsize, warpgroups=config.shared_warpgroups) is not None
-
-
-def _shared_row_gradient(weights: jax.Array, dy: jax.Array, *, masking: Masking, config: RowConfig) -> jax.Array:
-    """Computes dx without a causal limit, for rows that `fits_shared_memory` accepts."""
+def shared_row_gradient(
+    weights: jax.Array, dy: jax.Array, *, scale: float | None, warpgroups: int = _WARPGROUPS
+) -> jax.Array:
+    """Computes dx of rows in shared memory, which divide evenly over the warpgroups."""
     rows, features = weights.shape
-    warpgroups = config.shared_warpgroups
     segments = split_warp_row(features, weights.dtype.itemsize, warpgroups=warpgroups)
     assert segments is not None
     line = features // (warpgroups * WARPS)
     parts = (warpgroups, WARPS, line)
     access = 32 * segments[0].vector
-    columns = config.shared_columns if not line % config.shared_columns else access
+    columns = _WARP_COLUMNS if not line % _WARP_COLUMNS else access
     piece = (WarpSegment(offset=0, size=columns, vector=segments[0].vector),)
     turns = 2 if weights.dtype.itemsize == 4 else 1
 
@@ -186,12 +165,12 @@ def _shared_row_gradient(weights: jax.Array, dy: jax.Array, *, masking: Masking,
         if turns == 2:
             (product,) = over_row(1, lambda p, dy: (map_row(jnp.multiply, p, center(dy, means)),))
             means.append(remainder(quotient(product, total), means[0]))
-        scale = jnp.float32(1.0 if masking.scale is None else masking.scale)
+        factor = jnp.float32(1.0 if scale is None else scale)
 
         @pl.loop(0, line // columns)
         def _(i):
             p, dy = load(i)
-            gradient = map_row(lambda p, d: p * (d * scale), p, center(dy, means))
+            gradient = map_row(lambda p, d: p * (d * factor), p, center(dy, means))
             store_row(dx_ref.at[row, group, :, pl.ds(i * columns, columns)], gradient, piece)
 
     dx = settings.kernel(
