@@ -125,7 +125,7 @@ def _assemble(
         donated=_donated(module),
         catalogue=kernels,
     )
-    notes = (*provenance.notes, *notes, *table.notes, *notes_of(launches, outputs, device))
+    notes = (*provenance.notes, *notes, *table.notes, *notes_of(launches, device))
     return Analysis(
         label=label,
         provenance=replace(provenance, notes=notes),

@@ -12,7 +12,6 @@ PATTERNS = {
     "attention": "products of query, key and value with a softmax between them",
     "batch_norm": "a normalization over the rows of a batch",
     "cross_entropy": "the maximum, the sum and the logarithm of a row",
-    "dropout_residual_norm": "dropout, a residual sum and a normalization of rows",
     "embedding": "a sum of rows into the rows of a table, at indices",
     "gated_linear": "two products of one input, one activated, multiplied with each other",
     "grouped_linear": "a product of groups of rows with a matrix for each group",

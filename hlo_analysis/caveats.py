@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from hlo_analysis.patterns.launch_patterns import calls_python, has, only_moves, shape_of
 from hlo_analysis.program.facts import LaunchRow
@@ -15,17 +15,12 @@ _OPAQUE_NAMES = {"mosaic": "Mosaic GPU", "jax_triton": "Triton", "custom_call": 
 _NAMED = 5
 """The most spilling kernels that a note names."""
 
-# From this many similar launches, and this share of the program's time, arrays are better kept as one.
-_MANY = 8
-_PART = 0.05
 
-
-def notes_of(launches: Sequence[LaunchRow], outputs: Collection[str], device: Device) -> Iterator[str]:
+def notes_of(launches: Sequence[LaunchRow], device: Device) -> Iterator[str]:
     """Yields the notes in order.
 
     Args:
         launches: the launch table.
-        outputs: names of the values that the program returns.
         device: what it was compiled for.
     """
     if device.is_cpu:
@@ -35,7 +30,6 @@ def notes_of(launches: Sequence[LaunchRow], outputs: Collection[str], device: De
     yield from gather(_opaque_kernels, launches)
     yield from gather(_spills, launches)
     yield from gather(_repeated_rows, launches)
-    yield from gather(_small_updates, launches, outputs)
     yield from gather(_offloading, launches)
     yield from gather(_links, launches)
     yield from gather(_gathered, launches)
@@ -72,30 +66,6 @@ def _repeated_rows(launches: Sequence[LaunchRow]) -> Iterator[str]:
             f"Estimated, from all indices different to all equal: {times}. A scatter adds 16-bit elements by "
             "compare-and-swap, which threads that add into the same place repeat; in float32 they do not."
         )
-
-
-def _small_updates(launches: Sequence[LaunchRow], outputs: Collection[str]) -> Iterator[str]:
-    """Notes small arrays that are updated separately, such as an optimizer's biases: each takes a launch's overhead."""
-    alike: dict[tuple, list[LaunchRow]] = defaultdict(list)
-    for launch in launches:
-        arguments = [value for value in launch.inputs if value.producer is None]
-        updates = bool(launch.outputs) and all(value.name in outputs for value in launch.outputs)
-        if (
-            launch.limiter == "overhead"
-            and launch.kind == "loop"
-            and updates
-            and 2 * len(arguments) >= len(launch.inputs)
-        ):
-            alike[launch.opcodes].append(launch)
-    total = sum(launch.roofline_us * launch.repeat for launch in launches)
-    for found in alike.values():
-        time = sum(launch.roofline_us * launch.repeat for launch in found)
-        if len(found) >= _MANY and time >= _PART * total:
-            yield (
-                f"{len(found)} launches update small arrays alike, each in the time that a launch takes: {time:.0f} of "
-                f"{total:.0f} µs, estimated. Kept as one flat array (as optax.flatten keeps an optimizer's), they "
-                "are one launch."
-            )
 
 
 def _offloading(launches: Sequence[LaunchRow]) -> Iterator[str]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from hlo_analysis.errors import HloAnalysisError
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
 from hlo_analysis.hlo.attributes import (
-    convolution_labels,
     custom_call_target,
     dot_dimensions,
     gemm_config,
@@ -127,8 +126,6 @@ def expression(call: Call) -> str:
             return f"{first}[{integers(it, 'index')[0]}]"
         case "dot" | "custom-call" if dot_dimensions(it) and _is_plain_product(it):
             return _product(call)
-        case "convolution" | "custom-call" if convolution_labels(it):
-            return _convolution(call)
         case "custom-call" if custom_call_target(it) == "__gpu$TopK":
             return f"lax.top_k({first}, {it.shape.elements[0].dimensions[-1]})"
     what = f"{it.opcode} of {custom_call_target(it)}" if it.opcode == "custom-call" else it.opcode
@@ -159,19 +156,18 @@ def _stated(it: Instruction) -> str:
     return "".join(f", {name}=True" for name in known)
 
 
-def _numbers(it: Instruction, **names: str) -> str:
-    found = {name: integers(it, own) for name, own in names.items()}
-    return ", ".join(f"{name}={value}" for name, value in found.items() if value or name.count("batching") == 0)
+def _numbers(it: Instruction, *names: str) -> str:
+    """Writes the dimension numbers of a gather or a scatter, which have one name in HLO and JAX but for one."""
+    found = {name: integers(it, name.replace("operand_batching", "input_batching") if it.opcode == "scatter" else name)
+             for name in names}  # fmt: skip
+    return ", ".join(f"{name}={value}" for name, value in found.items() if value or "batching" not in name)
 
 
 def _gather(call: Call) -> str:
     numbers = _numbers(
         call.it,
-        offset_dims="offset_dims",
-        collapsed_slice_dims="collapsed_slice_dims",
-        start_index_map="start_index_map",
-        operand_batching_dims="operand_batching_dims",
-        start_indices_batching_dims="start_indices_batching_dims",
+        *("offset_dims", "collapsed_slice_dims", "start_index_map"),
+        *("operand_batching_dims", "start_indices_batching_dims"),
     )
     return (
         f"lax.gather({call.operands[0]}, {_indices(call)}, lax.GatherDimensionNumbers({numbers}), "
@@ -185,11 +181,8 @@ def _scatter(call: Call) -> str:
         raise CannotIsolateError(f"{call.it.name} combines values by more than one operation")
     numbers = _numbers(
         call.it,
-        update_window_dims="update_window_dims",
-        inserted_window_dims="inserted_window_dims",
-        scatter_dims_to_operand_dims="scatter_dims_to_operand_dims",
-        operand_batching_dims="input_batching_dims",
-        scatter_indices_batching_dims="scatter_indices_batching_dims",
+        *("update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims"),
+        *("operand_batching_dims", "scatter_indices_batching_dims"),
     )
     return (
         f"lax.{name}({call.operands[0]}, {_indices(call)}, {call.operands[2]}, "
@@ -224,8 +217,6 @@ def _reduce(call: Call) -> str:
 def _window(it: Instruction, rank: int) -> tuple[tuple, tuple, tuple, tuple, tuple]:
     """Returns sizes, strides, paddings, and dilations of the input and of the window."""
     found = window(it)
-    if "1" in found.get("rhs_reversal", ""):
-        raise CannotIsolateError(f"{it.name} turns its filter, which JAX has no function for")
     plain = "x".join(["1"] * rank)
     sizes, strides, base, dilation = (
         tuple(int(part) for part in found.get(name, plain).split("x"))
@@ -235,59 +226,6 @@ def _window(it: Instruction, rank: int) -> tuple[tuple, tuple, tuple, tuple, tup
         tuple(int(end) for end in part.split("_")) for part in found.get("pad", "x".join(["0_0"] * rank)).split("x")
     )
     return sizes, strides, pads, base, dilation
-
-
-def _convolution(call: Call) -> str:
-    """Writes a convolution; of cuDNN also with a bias and ReLU, and the gradients as transposes of the forward one."""
-    it, labels, config = call.it, convolution_labels(call.it), _cudnn_config(call.it)
-    assert labels is not None
-    target = custom_call_target(it).removeprefix("__cudnn$conv")
-    is_plain = config.get("conv_result_scale", 1) == 1 and not config.get("side_input_scale")
-    if target not in ("", "Forward", "BiasActivationForward", "BackwardInput", "BackwardFilter") or not is_plain:
-        raise CannotIsolateError(f"{it.name} is a convolution with an epilogue that JAX has no function for")
-    shape = it.shape.elements[0] if it.shape.is_tuple else it.shape
-    specs = tuple(_places(label, ends) for label, ends in zip(labels, ("bf", "oi", "bf"), strict=True))
-    _, strides, pads, base, dilation = _window(it, len(labels[0]) - 2)
-    groups = [
-        f", {name}={it.attributes[name]}"
-        for name in ("feature_group_count", "batch_group_count")
-        if name in it.attributes
-    ]
-
-    def text(data: str, kernel: str) -> str:
-        return (
-            f"lax.conv_general_dilated({data}, {kernel}, {strides}, {pads}, {base}, {dilation}, "
-            f"lax.ConvDimensionNumbers{specs}{''.join(groups)})"
-        )
-
-    wanted = f"jax.ShapeDtypeStruct({shape.dimensions}, '{dtype(shape)}')"
-    match target:
-        case "BackwardInput":
-            made = f"jax.linear_transpose(lambda x: {text('x', call.operands[1])}, {wanted})({call.operands[0]})[0]"
-        case "BackwardFilter":
-            made = f"jax.linear_transpose(lambda w: {text(call.operands[0], 'w')}, {wanted})({call.operands[1]})[0]"
-        case _:
-            made = text(*call.operands[:2])
-    if target == "BiasActivationForward":
-        made = f"lax.add({made}, lax.broadcast_in_dim({call.operands[2]}, {shape.dimensions}, ({specs[2][1]},)))"
-    match config.get("activation_mode", "kNone"):
-        case "kRelu":
-            made = f"lax.max({made}, np.asarray(0, '{dtype(shape)}'))"
-        case "kNone":
-            pass
-        case other:
-            raise CannotIsolateError(f"{it.name} is a convolution with the activation {other}")
-    return f"({made},)" if it.shape.is_tuple else made
-
-
-def _places(label: str, ends: str) -> tuple[int, ...]:
-    """Returns the axes of a convolution's array: the two of `ends`, then the spatial ones."""
-    return (*(label.index(end) for end in ends), *(label.index(str(axis)) for axis in range(len(label) - 2)))
-
-
-def _cudnn_config(it: Instruction) -> dict:
-    config = it.backend_config
-    return config.get("cudnn_conv_backend_config") or {} if isinstance(config, dict) else {}
 
 
 def _product(call: Call) -> str:

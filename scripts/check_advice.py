@@ -126,19 +126,6 @@ FOLLOWED = (
             ),
         ),
     ),
-    Followed(
-        program="graphnet",
-        remedy="multiply first",
-        changes=(
-            (
-                'edges = edges + mlp(layer["edge"], jnp.concatenate([edges, nodes[senders], nodes[receivers]], -1))',
-                'own, sent, taken = jnp.split(layer["edge"]["first"], 3)\n'
-                "        h = edges @ own + (nodes @ sent)[senders] + (nodes @ taken)[receivers]\n"
-                '        h = jax.nn.relu(h + layer["edge"]["bias"]) @ layer["edge"]["second"]\n'
-                '        edges = edges + layer_norm(h, layer["edge"]["scale"])',
-            ),
-        ),
-    ),
 )
 
 

@@ -158,8 +158,6 @@ def _rows_unsupported(name: str, launches: Sequence[LaunchRow]) -> str | None:
 
 def _row_refusal(name: str, length: int, dtype: Any) -> str | None:
     x, vector = _array(_ORDINARY, length, dtype=dtype), _array(length, dtype=dtype)
-    if name == "dropout_residual_norm":
-        return _refusal(name, x, vector, residual=x, rate=0.0)
     others = {"rms_norm": [vector], "layer_norm": [vector, vector], "cross_entropy": [_array(_ORDINARY, dtype="int32")]}
     return _refusal(name, x, *others.get(name, ()))
 
@@ -225,7 +223,7 @@ _CHECKS: dict[str, Check] = {
     "rope": _rotation_unsupported,
     **{
         name: functools.partial(_rows_unsupported, name)
-        for name in ("cross_entropy", "dropout_residual_norm", "layer_norm", "rms_norm", "softmax")
+        for name in ("cross_entropy", "layer_norm", "rms_norm", "softmax")
     },
     **dict.fromkeys(
         ("gated_linear", "linear", "linear_residual_norm", "norm_linear", "quantized_linear"), _products_unsupported
@@ -236,7 +234,6 @@ _CALLS = {
     "attention": "y = attention(query, key, value)  # is_causal=True where a query sees no later key",
     "batch_norm": "y, mean, variance = batch_norm(x, scale, bias)",
     "cross_entropy": "losses = cross_entropy(logits, labels)",
-    "dropout_residual_norm": "y, summed = dropout_residual_norm(x, scale, residual=residual, rate=rate, key=key)",
     "embedding": "rows = embedding(table, ids)",
     "gated_linear": 'y = gated_linear(x, w_gate, w_up, activation="silu")',
     "grouped_gated_linear": 'y = grouped_gated_linear(x, w_gate, w_up, group_sizes, activation="silu")',

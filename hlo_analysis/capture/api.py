@@ -87,7 +87,7 @@ def capture(
     Raises:
       CaptureError: `fn` does not trace with these shapes, or XLA failed, died or took too long: with its last words.
       UnknownTargetError: no such target, or one that cannot be compiled for.
-      UnknownOptionError: XLA has no such option; with the nearest names.
+      UnknownOptionError: XLA has no such option.
     """
     from hlo_analysis.capture.lowering import (
         answers_of,

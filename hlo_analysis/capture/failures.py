@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hlo_analysis.capture.options import option_names
-from hlo_analysis.errors import CaptureError, UnknownOptionError, nearest_names
+from hlo_analysis.errors import CaptureError, UnknownOptionError
 from hlo_analysis.targets import Target
 
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '([^']*)'")
@@ -32,8 +31,10 @@ def compile_error(result: Mapping[str, Any], target: Target, last_words: str) ->
     message = str(result["error"])
     unknown = _NO_SUCH_OPTION.search(message)
     if unknown:
-        name = unknown[1]
-        return UnknownOptionError(f"XLA has no compiler option {name!r}{nearest_names(name, option_names())}")
+        return UnknownOptionError(
+            f"XLA has no compiler option {unknown[1]!r}: expected a field of DebugOptions, which "
+            "https://github.com/openxla/xla/blob/main/xla/xla.proto lists"
+        )
     if target.kind == "cuda" and "topology not implemented" in message:
         return CaptureError(
             f"compiling for {target.name} needs XLA's CUDA compiler, which is not installed: "

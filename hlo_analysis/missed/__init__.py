@@ -10,7 +10,7 @@ Kinds of missed fusion, by module:
 - `producer_consumer.py`: one launch writes what another reads, directly or after a third has updated a part of it in
   place; or writes what a loop then overwrites.
 - `shared_reads.py`: several launches read one input that a single launch could read once.
-- `layout_roundtrip.py`: an array is transposed whole so that a part of it can be updated, or read or written by a loop.
+- `layout_roundtrip.py`: an array is transposed whole, which a loop reads or writes in slices.
 - `kept_values.py`: the forward pass writes what the backward pass could compute again.
 - `odd_sizes.py`: products of sizes that no library's kernel takes: they move no byte more, but take longer.
 """
@@ -24,7 +24,7 @@ from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import Candidate, in_order
 from hlo_analysis.missed.kept_values import kept_for_gradients
-from hlo_analysis.missed.layout_roundtrip import transposed_for_loops, transposed_for_updates
+from hlo_analysis.missed.layout_roundtrip import transposed_for_loops
 from hlo_analysis.missed.odd_sizes import odd_sizes
 from hlo_analysis.missed.producer_consumer import between_launches, filled_for_loops, through_updates
 from hlo_analysis.missed.program import Program
@@ -44,7 +44,7 @@ _RULES: tuple[Callable[[Program], Iterator[Candidate]], ...] = (
     kept_for_gradients,
     odd_sizes,
 )
-"""The rules that find missed fusions, beside `transposed_for_updates`."""
+"""The rules that find missed fusions."""
 
 # Below this share of the bytes and of the time around it, a value fails the fusion test.
 _SMALLEST_SHARE = 0.05
@@ -88,10 +88,7 @@ def rank(
         catalogue=catalogue,
         scores=attempt(attention_scores, frozenset(), launches, intermediates),
     )
-    transposed = gather(transposed_for_updates, program)
-    moves = {index for one in transposed for index in one.removed}  # without the transpose, these are missing nothing
-    missed = [one for rule in _RULES for one in gather(rule, program) if one.found.producer not in moves]
-    missed = [one for one in (*missed, *transposed) if _passes(one, launches)]
+    missed = [one for rule in _RULES for one in gather(rule, program) if _passes(one, launches)]
     return tuple(
         replace(one.found, rank=position, remaining_us=remaining)
         for position, (one, remaining) in enumerate(in_order(missed, launches, device), start=1)

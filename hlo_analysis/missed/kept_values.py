@@ -11,7 +11,6 @@ from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.launch_patterns import elementwise_inputs
 from hlo_analysis.records import Intermediate
 from hlo_analysis.remedies import Table, kept_value_remedy
-from hlo_analysis.remedies.recomputed import RECOMPUTED_PAIRS, is_pairwise
 from hlo_analysis.remedies.texts import CHECKPOINTED
 
 
@@ -27,11 +26,9 @@ def kept_for_gradients(program: Program) -> Iterator[Candidate]:
         made = sum(written(value, producer) for value in values)
         read = {reader: sum(read_by_each(value, launches)[reader] for value in values) for reader in indices}
         largest = max(values, key=lambda value: value.bytes)
-        remedy = kept_value_remedy(table, producer, largest.name, program.catalogue)
-        if remedy is RECOMPUTED_PAIRS and len(readers) > 1:  # the backward pass then writes it, for them all
-            read = dict.fromkeys(indices, 0)
+        remedy = kept_value_remedy(table, producer, program.catalogue)
         saved_us = {end.index: memory_us(end, read.get(end.index, made), device) for end in (producer, *readers)}
-        if remedy in (RECOMPUTED_PAIRS, CHECKPOINTED) and is_busy(producer, device):
+        if remedy is CHECKPOINTED and is_busy(producer, device):
             saved_us = dict.fromkeys(saved_us, 0.0)
         yield missed(
             largest,
@@ -42,22 +39,18 @@ def kept_for_gradients(program: Program) -> Iterator[Candidate]:
             removed=(),
             device=device,
             ends=[producer, *readers],
-            reason="[kept for the backward pass, which could compute it from what it reads, or from little more]",
+            reason="[kept for the backward pass, which could compute it from what it reads]",
             category=categories.KEPT,
             remedy=remedy,
         )
 
 
 def _is_known_again(table: Table, value: Intermediate) -> bool:
-    """Whether only launches of the backward pass read a value that they could compute again.
-
-    Either each also reads what the value is computed from, or all of that is much smaller than the value.
-    """
+    """Whether only launches of the backward pass read a value, and each also reads what it is computed from."""
     producer, readers = table.launches[value.producer], [table.launches[index] for index in value.consumers]
     if producer.phase != "forward" or producer.bytes_written < value.bytes:
         return False
     if any(reader.phase != "backward" or reader.computation != producer.computation for reader in readers):
         return False
     inputs = elementwise_inputs(producer, value.name)
-    is_read = bool(inputs) and all(inputs <= {given.name for given in reader.inputs} for reader in readers)
-    return is_read or is_pairwise(table, producer, value.name)
+    return bool(inputs) and all(inputs <= {given.name for given in reader.inputs} for reader in readers)

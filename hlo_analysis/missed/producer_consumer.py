@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.cost import Candidate, is_busy, memory_us, missed, read_by_each, updates_in_place, written
+from hlo_analysis.missed.cost import Candidate, memory_us, missed, read_by_each, updates_in_place, written
 from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.attention_scores import attention_products
 from hlo_analysis.patterns.launch_patterns import (
@@ -28,14 +28,12 @@ from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Decision, Device, Intermediate
 from hlo_analysis.remedies import Remedy, Table, of_filled, takes_part, vertical_remedy
 from hlo_analysis.remedies.grouped import is_grouped, wasted_us
-from hlo_analysis.remedies.loop_texts import INVARIANT, SUMMED_IN_CARRY
-from hlo_analysis.remedies.recomputed import RECOMPUTED_PAIRS
+from hlo_analysis.remedies.loop_texts import INVARIANT
 from hlo_analysis.remedies.texts import (
     ATTENTION_CAST,
     EPILOGUE,
     LINEAR_EPILOGUE,
     LINEAR_PROLOGUE,
-    MASKED,
     OVERLAP,
     PICKED,
     ROWS_UPDATED,
@@ -162,9 +160,6 @@ def _saved(
         is_inside = producer.index in table.expanded  # else the kernel reads it where a launch masks it
         at_stake, saved_us = _cost(producer, near, stakes, device) if is_inside else _reads(near, stakes, device)
         return at_stake, saved_us | wasted_us(table, near, device.launch_overhead_us), [producer] * is_inside
-    if remedy is RECOMPUTED_PAIRS:  # in the backward pass another launch makes it
-        at_stake, saved_us = _reads(near, stakes, device)
-        return at_stake, dict.fromkeys(saved_us, 0.0) if is_busy(producer, device) else saved_us, []
     if remedy is INVARIANT:
         return *_traffic([producer], device), [producer]
     if remedy is LINEAR_PROLOGUE and producer.kind != "copy":
@@ -260,7 +255,7 @@ class _Reasons:
 
 
 def through_updates(program: Program) -> Iterator[Candidate]:
-    """Yields arrays that one launch writes, a second updates in part and in place, and a third reads whole."""
+    """Yields gradients of picks by index: arrays that one launch writes, a scatter updates and a third reads whole."""
     launches, device, outputs = program.launches, program.device, program.outputs
     updated = {(value.producer, value.bytes): value for value in program.intermediates}
     for value in program.intermediates:
@@ -272,6 +267,8 @@ def through_updates(program: Program) -> Iterator[Candidate]:
         row = (producer.computation, producer.repeat)
         if (
             producer is not update
+            and producer.phase == "backward"
+            and has(update, "iota")
             and updates_in_place(update, value)
             and not scatters_rows(update)  # no comparison with indices makes these
             and producer.kind in _ELEMENT_WISE
@@ -294,13 +291,13 @@ def through_updates(program: Program) -> Iterator[Candidate]:
                 ends=[producer, update, *readers],
                 reason=f"[{update.name} updates {update.bytes_written} of its bytes in place before they are read]",
                 category=categories.IN_PLACE,
-                remedy=PICKED if producer.phase == "backward" and has(update, "iota") else MASKED,
+                remedy=PICKED,
             )
 
 
 def filled_for_loops(program: Program) -> Iterator[Candidate]:
     """Yields arrays filled with one value before a loop overwrites all of them, as the stacks of `lax.scan`."""
-    launches, table, device = program.launches, program.table, program.device
+    launches, device = program.launches, program.device
     whole: dict[int, dict[Intermediate, list[LaunchRow]]] = defaultdict(dict)
     for value in program.intermediates:
         filler = launches[value.producer]
@@ -315,31 +312,25 @@ def filled_for_loops(program: Program) -> Iterator[Candidate]:
         filler, largest = launches[index], max(values, key=lambda value: value.bytes)
         stake = sum(value.bytes for value in values) * filler.repeat
         writers = {writer.index: writer for found in values.values() for writer in found}
-        remedy = of_filled(table, filler, list(writers.values()))
-        saved_us, removed = {index: memory_us(filler, stake, device)}, [filler]
-        if remedy is SUMMED_IN_CARRY:  # nor does a launch reduce the stack
-            sums = {end.index: end for writer in writers.values() for end in table.sums_of(writer)}
-            read, of_sums = _traffic(list(sums.values()), device)
-            stake, saved_us, removed = stake + read, saved_us | of_sums, [filler, *sums.values()]
         yield missed(
             largest,
             producer=index,
             consumers=tuple(sorted(writers)),
             stake=stake,
-            saved_us=saved_us,
-            removed=removed,
+            saved_us={index: memory_us(filler, stake, device)},
+            removed=[filler],
             device=device,
             ends=[filler, *writers.values()],
             reason="[a loop writes over all of it, a part in each of its runs]",
             category=categories.BOUNDARY,
-            remedy=remedy,
+            remedy=of_filled(filler, list(writers.values())),
         )
 
 
 def _is_one_a_row(producer: LaunchRow, update: LaunchRow) -> bool:
     """Whether few elements are put into zeros, by indices that count the rows: so is the gradient of a row's pick."""
     few = _SMALLEST_INPUT * update.bytes_written <= producer.bytes_written
-    return fills(producer) and few and has(update, "scatter") and has(update, "iota")
+    return fills(producer) and few and has(update, "scatter")
 
 
 def _also_needed_by(

@@ -38,4 +38,4 @@ class Program:
     @cached_property
     def table(self) -> Table:
         """Returns the launches with the producers and readers of each."""
-        return Table(self.launches, self.outputs)
+        return Table(self.launches)

@@ -40,7 +40,7 @@ def read_at_once(program: Program) -> Iterator[Candidate]:
     for indices, shared in groups.items():
         group = [launches[index] for index in indices]
         _, name = max((count, name) for name, count in shared.items())
-        remedy = shared_input_remedy(group, name)
+        remedy = shared_input_remedy(group)
         if remedy is None or name in program.scores:
             continue
         largest, stake = values[name], sum(shared.values())

@@ -26,11 +26,8 @@ _MOVES = _LAYOUT_MOVES | {"concatenate", "slice", "dynamic-slice", "dynamic-upda
 LINEAR = frozenset(_MOVES | {"add", "convert", "bitcast", "broadcast", "reduce", "dot", "custom-call", "tuple"})
 """What may be done to parts of a sum as well as to the sum."""
 
-# Beside moves: what is done to indices that are taken or kept within bounds.
-_OF_INDICES = {"gather", "broadcast", "iota", "convert", "compare", "select", "add", "subtract", "and", "or", "clamp",
-               "negate", "minimum", "maximum"}  # fmt: skip
 _SCALES = {"convert", "multiply", "subtract", "broadcast", "reshape", "transpose"}
-OF_OTHER_ELEMENTS = frozenset(("reduce", "reduce-window", "dot", "gather", "scatter", "dynamic-slice",
+_OF_OTHER_ELEMENTS = frozenset(("reduce", "reduce-window", "dot", "gather", "scatter", "dynamic-slice",
                                 "dynamic-update-slice", "concatenate", "slice", "pad", "xor", "rng-bit-generator",
                                 "custom-call", "sort", "transpose"))  # fmt: skip
 """Opcodes whose elements are made of operands' elements at other places, or of random bits."""
@@ -98,28 +95,6 @@ def only_repeats(launch: LaunchRow) -> bool:
     return {opcode for opcode, _ in launch.opcodes} <= {"broadcast", "transpose"} and broadcasts(launch)
 
 
-def repeats_rows(launch: LaunchRow) -> bool:
-    """Whether a launch gathers rows, reads each several times, and does nothing else but concatenate them."""
-    opcodes = {opcode for opcode, _ in launch.opcodes}
-    plain = opcodes <= _MOVES | _OF_INDICES or _joins_rows(launch.facts)
-    return "gather" in opcodes and plain and launch.bytes_written >= 2 * launch.bytes_read
-
-
-def _joins_rows(facts: LaunchFacts) -> bool:
-    """Whether the result is a concatenation of which gathered rows are at least half."""
-    if facts.root is None or facts.root.opcode != "concatenate":
-        return False
-    gathered = whole = 0
-    for number in range(len(facts.root.operands)):
-        part = facts.operand(facts.root, number)
-        size = part.shape.element_count if part else 0
-        while part and part.opcode in ("bitcast", "reshape", "convert"):
-            part = facts.operand(part, 0)
-        whole += size
-        gathered += size if part and part.opcode == "gather" else 0
-    return 0 < whole <= 2 * gathered
-
-
 def dequantizes(launch: LaunchRow) -> bool:
     """Whether it converts integer weights to a wider type, and at most scales and shifts the result."""
     opcodes = {opcode for opcode, _ in launch.opcodes}
@@ -183,21 +158,10 @@ def fills(launch: LaunchRow) -> bool:
     return "broadcast" in opcodes and opcodes <= {"broadcast", "copy"} and launch.bytes_read < 64
 
 
-def writes_one_value(launch: LaunchRow, name: str) -> bool:
-    """Whether a result of a launch, by its name among the outputs, has one value everywhere."""
-    element = name.partition("#")[2]
-    root = launch.facts.root
-    if root is not None and root.opcode == "tuple" and element:
-        root = launch.facts.operand(root, int(element))
-    constant = launch.facts.operand(root, 0) if root is not None and root.opcode == "broadcast" else None
-    return constant is not None and constant.opcode == "constant"
-
-
-def elementwise_inputs(launch: LaunchRow, name: str, *, is_pairwise: bool = False) -> frozenset[str]:
+def elementwise_inputs(launch: LaunchRow, name: str) -> frozenset[str]:
     """Returns the inputs that a result is an element-wise function of.
 
     Empty if the result depends on other elements, as a sum does, or on random bits. name: of the result in `outputs`.
-    is_pairwise: whether inputs may also be transposed, and the result be a short sum, as of the squares of differences.
     """
     facts, found, seen = launch.facts, set[str](), set[str]()
     element = name.partition("#")[2]
@@ -207,19 +171,12 @@ def elementwise_inputs(launch: LaunchRow, name: str, *, is_pairwise: bool = Fals
         step = facts.instructions.get(inside := queue.pop())
         if step is None or inside in facts.parameters:
             found.add(facts.parameters.get(inside, inside))
-        elif step.opcode in OF_OTHER_ELEMENTS and not (is_pairwise and _is_of_pairs(facts, step)):
+        elif step.opcode in _OF_OTHER_ELEMENTS:
             return frozenset()
         elif inside not in seen:
             queue += step.operands
         seen.add(inside)
     return frozenset(found)
-
-
-def _is_of_pairs(facts: LaunchFacts, step: Instruction) -> bool:
-    """Whether it transposes, takes a part, or sums a few elements at a time, as the coordinates of a point."""
-    whole = facts.operand(step, 0)
-    is_short = whole is not None and whole.shape.element_count <= SMALL_SIZE * step.shape.element_count
-    return step.opcode in ("transpose", "slice") or (step.opcode == "reduce" and is_short)
 
 
 def sums_columns(launch: LaunchRow) -> bool:

@@ -15,20 +15,6 @@ _COUNTER = 8
 """Bytes of a loop's counter."""
 
 
-def reads_small_part(reader: LaunchRow, whole: LaunchRow) -> bool:
-    """Whether a launch reads only a small part of what another launch writes."""
-    given = [value.bytes for value in reader.inputs if value.producer == whole.index]
-    moves = has(reader, "slice") and only_moves(reader)
-    return moves or (bool(given) and _SMALL_PART * reader.bytes_read <= max(given))
-
-
-def scatters_all(scatter: LaunchRow) -> bool:
-    """Whether a scatter sets every element of its result, and adds nothing up."""
-    whole = max(value.bytes for value in scatter.outputs)
-    combines = any(f"scatter-{name}" in scatter.op_name for name in ("add", "mul", "min", "max"))
-    return scatter.bytes_written >= whole and not combines
-
-
 def scatters_rows(scatter: LaunchRow) -> bool:
     """Whether each update of a scatter is of several elements, as those of an embedding's gradient are."""
     found = next((found for found in scatter.facts.of("scatter") if len(found.operands) == 3), None)
@@ -88,16 +74,6 @@ def adds_parts(product: LaunchRow, reader: LaunchRow) -> bool:
     return bool(name) and name in sums
 
 
-def is_one_hot(producer: LaunchRow, readers: Sequence[LaunchRow]) -> bool:
-    """Whether a launch makes a one-hot matrix: it looks where a range equals indices, and reads little else."""
-    compares = any(has(end, "compare") for end in (producer, *readers))
-    directions = [
-        found.attributes.get("direction") for end in (producer, *readers) for found in end.facts.of("compare")
-    ]
-    is_equal = not directions or "EQ" in directions  # a triangle, as of jnp.tril, is where one range is the larger
-    return has(producer, "iota") and compares and is_equal and 8 * producer.bytes_read <= producer.bytes_written
-
-
 def sets_values(scatter: LaunchRow) -> bool:
     """Whether a scatter of the forward pass sets values, and adds nothing up."""
     return scatter.op_name.endswith("/scatter") and scatter.phase == "forward"
@@ -117,11 +93,6 @@ def normalizes_sum(product: LaunchRow, reader: LaunchRow) -> bool:
     return adds and is_rms and product.phase == reader.phase == "forward"
 
 
-def searches_in_a_loop(launch: LaunchRow) -> bool:
-    """Whether it is a step of `jnp.searchsorted`, which makes a loop of its steps by default."""
-    return "jit(searchsorted)/" in launch.op_name and "/while/" in launch.op_name
-
-
 def accumulates(launch: LaunchRow) -> bool:
     """Whether a loop's launch adds to all of what it wrote in the run before, which it does not scale.
 
@@ -130,12 +101,6 @@ def accumulates(launch: LaunchRow) -> bool:
     adds = has(launch, "add") and not has(launch, "dynamic-update-slice")
     carries = any(value.producer == launch.index for value in launch.inputs)
     return adds and carries and not _scales(launch) and _adds_whole_products(launch)
-
-
-def adds_gradients(launch: LaunchRow) -> bool:
-    """Whether a gradient's product and what it is added to are one launch, and the model's own loop adds them."""
-    sums = launch.facts.op_names("add")
-    return launch.phase == "backward" and has(launch, "dot") and bool(sums) and "transpose(" not in sums[-1]
 
 
 def _scales(launch: LaunchRow) -> bool:

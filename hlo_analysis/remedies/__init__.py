@@ -6,7 +6,6 @@ The modules named `*texts.py` hold the texts. The others choose one by what the 
 - `convolutions.py`: one end is a convolution
 - `data_movement.py`: one end changes no value
 - `products.py`, `low_rank.py`, `joined.py`, `grouped.py`, `tiny_products.py`: one end is a matrix product
-- `recomputed.py`: values of pairs that are kept for the backward pass
 - `rows.py`: element-wise work and reductions
 """
 

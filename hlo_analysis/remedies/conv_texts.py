@@ -12,12 +12,6 @@ FILTER_LAYOUT = Remedy(
     text=f"keep images and filters in the order that cuDNN reads (dimension_numbers={NUMBERS} of "
     "lax.conv_general_dilated), so that XLA transposes neither",
 )
-PADDED = Remedy(
-    kind="rewrite",
-    text="pad both sides equally, e.g. padding=((1, 1), (1, 1)), if the model allows it: cuDNN then pads while it "
-    "reads. XLA writes a padded copy if the sides differ, as with 'SAME' and a stride, or in a causal convolution. "
-    "Where no gradient is taken, pad a causal convolution on both sides and cut its result ([:, :length])",
-)
 CONVOLVED_PARTS = Remedy(
     kind="rewrite",
     text="convolve the parts and add the results, conv(a, w[:, :, :n]) + conv(b, w[:, :, n:]), instead of joining a "

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hlo_analysis.hlo.attributes import convolution_labels, integers, interior_padding, window, window_size
 from hlo_analysis.patterns.attention_scores import elements
-from hlo_analysis.patterns.launch_patterns import convolves, has, only_moves
+from hlo_analysis.patterns.launch_patterns import convolves, has
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import conv_texts
 from hlo_analysis.remedies.texts import Remedy
@@ -21,12 +21,10 @@ def of_convolutions(producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy
     if any(map(is_short_depthwise, (producer, *readers))):
         return conv_texts.SHIFTED
     if not all(map(convolves, readers)):
-        return _cut(producer, readers)
+        return None
     if has(producer, "concatenate"):
         return conv_texts.CONVOLVED_PARTS
-    if has(producer, "pad") and producer.phase == "forward" and _spreads_out(producer):
-        return conv_texts.SPREAD
-    return conv_texts.PADDED if has(producer, "pad") and only_moves(producer) else None
+    return conv_texts.SPREAD if producer.phase == "forward" and _spreads_out(producer) else None
 
 
 def filter_layout(ends: Sequence[LaunchRow]) -> Remedy:
@@ -39,13 +37,6 @@ def filter_layout(ends: Sequence[LaunchRow]) -> Remedy:
     names = str.maketrans({"b": "N", "f": "C", "o": "O", "i": "I", **{str(at): axis for at, axis in enumerate(axes)}})
     numbers = str(tuple(label.translate(names) for label in labels))
     return replace(conv_texts.FILTER_LAYOUT, text=conv_texts.FILTER_LAYOUT.text.replace(conv_texts.NUMBERS, numbers))
-
-
-def _cut(producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:
-    """The remedy for a gradient of which a part is taken: of what was padded on one side more than on the other."""
-    is_gradient = producer.phase == "backward" and "__cudnn$convBackwardInput" in producer.facts.targets
-    cuts = all(has(reader, "slice") and only_moves(reader) for reader in readers)
-    return conv_texts.PADDED if is_gradient and cuts else None
 
 
 def is_short_depthwise(launch: LaunchRow) -> bool:

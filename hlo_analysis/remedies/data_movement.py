@@ -18,17 +18,13 @@ from hlo_analysis.patterns.launch_patterns import (
     strides_by_two,
 )
 from hlo_analysis.patterns.pair_patterns import (
-    adds_parts,
     knows_all_steps,
     numbers_updates,
-    reads_small_part,
     scatters_rows,
-    sets_values,
 )
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import loop_texts, texts
 from hlo_analysis.remedies.convolutions import filter_layout
-from hlo_analysis.remedies.joined import repeated_parts
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
 
@@ -43,8 +39,6 @@ def of_places(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *
         return texts.KEEP_TRITON
     if remedy := _of_scatters(table, producer, readers):
         return remedy
-    if producer.kind == "sort" and all(reads_small_part(reader, producer) for reader in readers):
-        return texts.TOP_K
     # A copy whose index is counted down, as in a backward pass, has arithmetic inside.
     if producer.repeat > 1 and has(producer, "dynamic-slice") and (producer.kind == "copy" or only_moves(producer)):
         return _of_stack(producer, readers)
@@ -54,22 +48,14 @@ def of_places(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], *
         return texts.UNTRANSPOSED_ATTENTION
     stacks = [reader for reader in readers if _stacks(table, reader)]
     if stacks and len(stacks) == len(readers):
-        return _of_stacks(table, producer, stacks)
+        return _of_stacks(producer, stacks)
     # What is spread out, as a bias over an image, lay nowhere in that size.
     moves = [end for end in ends if only_moves(end) and not broadcasts(end) and end not in stacks]
-    pads = [move for move in moves if _pads_for_parts(table, move)]
-    if producer in pads or all(reader in pads for reader in readers):
-        return texts.UNPADDED
-    moves = [move for move in moves if move not in pads]
-    if any(has(end, "fft") for end in ends) and not any(map(changes_layout, moves)):
-        return None
-    return _of_moves(table, producer, readers, moves)
+    return _of_moves(producer, readers, moves)
 
 
-def of_filled(table: Table, filler: LaunchRow, writers: Sequence[LaunchRow]) -> Remedy:
+def of_filled(filler: LaunchRow, writers: Sequence[LaunchRow]) -> Remedy:
     """The remedy for an array that is filled with one value before a loop's launches write all of it."""
-    if all(map(table.sums_of, writers)):
-        return loop_texts.SUMMED_IN_CARRY
     steps = max(writer.repeat for writer in writers) // max(filler.repeat, 1)
     return loop_texts.APART if steps <= loop_texts.MOST_STEPS else loop_texts.GIVEN
 
@@ -81,45 +67,20 @@ def _of_scatters(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]
         return texts.UNIQUE
     if not fills(producer) or not scatters:
         return None
-    near = [reader for reader in scatters if reader in readers]
-    if not near:
-        # An optimizer reads what was scattered, too.
-        of_tables = all(any(each in scatters for each in table.producers(reader)) for reader in readers)
-        of_tables = of_tables and all(scatter.phase == "backward" and scatters_rows(scatter) for scatter in scatters)
-        return texts.ROWS_UPDATED if of_tables else texts.OTHER_ZEROS
-    return texts.PLACED if all(map(sets_values, near)) else texts.ADD_TO
+    if any(reader in scatters for reader in readers):
+        return texts.ADD_TO
+    # An optimizer reads what was scattered, too.
+    of_tables = all(any(each in scatters for each in table.producers(reader)) for reader in readers)
+    of_tables = of_tables and all(scatter.phase == "backward" and scatters_rows(scatter) for scatter in scatters)
+    return texts.ROWS_UPDATED if of_tables else None
 
 
-def _of_moves(
-    table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], moves: Sequence[LaunchRow]
-) -> Remedy | None:
+def _of_moves(producer: LaunchRow, readers: Sequence[LaunchRow], moves: Sequence[LaunchRow]) -> Remedy | None:
     """The remedy for ends that cut, join, pad or transpose."""
     if any(map(changes_layout, moves)):
         convolutions = [end for end in (producer, *readers) if convolves(end)]
         return filter_layout(convolutions) if convolutions else texts.LAYOUT
-    if not moves:
-        return None
-    if has(moves[0], "concatenate"):
-        # Only arguments can be one array from the start; parts of a gradient came from one array. What is repeated
-        # would be stored so.
-        is_given = all(value.producer is None for value in moves[0].inputs)
-        is_joined = is_given and moves[0].phase == "forward" and not repeated_parts(table, moves[0])
-        return texts.JOINED if is_joined else None
-    return texts.CUT_APART if all(_cuts_product(table, move) for move in moves) else texts.PARTS
-
-
-def _cuts_product(table: Table, move: LaunchRow) -> bool:
-    """Whether a launch takes a part of a product of the forward pass, as of query, key and value."""
-    products = list(filter(is_product, table.producers(move)))
-    return has(move, "slice") and bool(products) and move.phase == products[0].phase == "forward"
-
-
-def _pads_for_parts(table: Table, move: LaunchRow) -> bool:
-    """Whether XLA pads what a product sums over, so that it can be cut into parts of one length."""
-    if not has(move, "pad") or "pad" in move.op_name:
-        return False
-    products = table.readers.get(move.index, ())
-    return any(adds_parts(product, reader) for product in products for reader in table.readers.get(product.index, ()))
+    return None if not moves or has(moves[0], "concatenate") else texts.PARTS
 
 
 def _stacks(table: Table, move: LaunchRow) -> bool:
@@ -130,10 +91,8 @@ def _stacks(table: Table, move: LaunchRow) -> bool:
     return move.repeat > 1 and has(move, "dynamic-update-slice") and moves and is_left
 
 
-def _of_stacks(table: Table, producer: LaunchRow, stacks: Sequence[LaunchRow]) -> Remedy | None:
+def _of_stacks(producer: LaunchRow, stacks: Sequence[LaunchRow]) -> Remedy | None:
     """The remedy for what a loop's step leaves, and launches copy into stacks; None where only a kernel helps."""
-    if all(table.sums_of(stack) for stack in stacks):
-        return loop_texts.SUMMED_IN_CARRY
     if producer.repeat <= loop_texts.MOST_STEPS:
         return loop_texts.STACKED
     # Of several steps at once XLA fuses all but products and library calls.
@@ -145,11 +104,6 @@ def _of_stack(part: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:
     """The remedy for a part that a loop copies out of a stack; None where only a kernel helps."""
     if all(knows_all_steps(part, reader) for reader in readers):
         return loop_texts.HOISTED
-    # cuBLAS takes no part whose index is counted down.
-    counts_up = part.kind == "copy" and not has(part, "subtract")
-    of_triton = all(reader.kind == "triton_gemm" for reader in readers)
-    if counts_up and of_triton:
-        return loop_texts.BY_CUBLAS
     if part.repeat <= loop_texts.MOST_STEPS:
         return loop_texts.UNSTACKED
     return loop_texts.UNROLLED if part.limiter == "overhead" else None

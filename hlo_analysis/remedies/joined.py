@@ -27,7 +27,7 @@ _LAUNCH_US = 3.0
 def split_weight(table: Table, joined: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:
     """The remedy where products that sum over a joined array would move enough less, each part multiplied by itself."""
     root, products = joined.facts.root, [reader for reader in readers if is_product(reader)]
-    repeated = repeated_parts(table, joined)
+    repeated = _repeated_parts(table, joined)
     if root is None or not repeated or not all(_sums_over(product, root) for product in products):
         return None
     whole, parts = joined.outputs[0].bytes, len(root.operands)
@@ -38,7 +38,7 @@ def split_weight(table: Table, joined: LaunchRow, readers: Sequence[LaunchRow]) 
     return replace(texts.SPLIT_WEIGHT, portion=saved / (2 * whole)) if is_worth_it else None
 
 
-def repeated_parts(table: Table, joined: LaunchRow) -> int:
+def _repeated_parts(table: Table, joined: LaunchRow) -> int:
     """How many of the parts that a launch joins along their last axis are repeated."""
     root = joined.facts.root
     if root is None or root.opcode != "concatenate":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hlo_analysis.remedies.texts import Remedy
 
 MOST_STEPS = 64
@@ -27,17 +25,6 @@ UNROLLED = Remedy(
     text="unroll the loop by two, four or more (unroll= of lax.scan and lax.fori_loop): XLA copies the parts of "
     "several steps out of a stack or into it in one launch, and fuses what lies between them",
 )
-SUMMED_IN_CARRY = Remedy(
-    kind="rewrite",
-    code="# before: jax.lax.scan(body, state, xs)[1].sum(0)\n"
-    "def step(carry, x):\n"
-    "    state, total = carry\n"
-    "    state, y = body(state, x)\n"
-    "    return (state, total + y), None\n\n"
-    "(state, total), _ = jax.lax.scan(step, (state, jnp.zeros(y_shape, y_dtype)), xs)",
-    text="add it up in the carry of the loop, in place of a stack that is summed over its steps (so, too, a maximum, "
-    "a mean or a weighted sum; of what the last step leaves alone, carry it): nothing else reads the stack",
-)
 STACKED_FIRST = Remedy(
     kind="rewrite",
     code="# before: jax.lax.scan(body, x, jnp.moveaxis(w, 1, 0))\n"
@@ -52,12 +39,6 @@ TRANSPOSED_IN_BODY = Remedy(
     "jax.lax.scan(body, x, w)  # whose body does x @ w.T",
     text="transpose each step's slice in the loop's body, x @ w.T, in place of the whole stack before or after the "
     "loop: a product takes either order as it lies",
-)
-BY_CUBLAS = Remedy(
-    kind="option",
-    options=(("xla_gpu_enable_triton_gemm", "False"),),
-    text="xla_gpu_enable_triton_gemm=False: cuBLAS multiplies by a part where it lies in the stack, from which XLA's "
-    "Triton products have it copied; measure both",
 )
 APART = Remedy(
     kind="rewrite",
@@ -95,17 +76,8 @@ RECOMPUTED = Remedy(
 SUMMED_AFTER = Remedy(
     kind="rewrite",
     text="keep the factors of all steps, where memory allows, and multiply once after the loop: here each step adds a "
-    "product of its own to a whole array. Of a scan's gradient: take x @ w out of its body, or give it a custom_vjp",
-)
-ACCUMULATED_IN_PLACE = Remedy(
-    kind="rewrite",
-    text="accumulate the gradients of fewer, larger parts, where memory allows: for each part the whole sum is read "
-    "and written",
-)
-ACCUMULATED = replace(
-    ACCUMULATED_IN_PLACE,
-    text=f"{ACCUMULATED_IN_PLACE.text}. A product that adds to the sum in its epilogue would not write each part's "
-    "gradient",
+    "product of its own to a whole array. Of a scan's gradient: take x @ w out of its body, or give it a custom_vjp; "
+    "of gradients that a loop accumulates: fewer, larger parts",
 )
 STATE = Remedy(
     kind="rewrite",
@@ -122,24 +94,3 @@ CARRIED = Remedy(
     "written), so that XLA sees several iterations at once; one kernel for the whole loop keeps on the chip what one "
     "iteration hands the next",
 )
-# Where how often a loop runs is not known before it does, JAX unrolls none.
-_MASKED_STEPS = "in the loop's body, those after the first masked by the loop's condition (unroll= wants a known count)"
-STATE_OPEN = Remedy(
-    kind="rewrite",
-    portion=0.5,
-    text=f"take two steps {_MASKED_STEPS}: what makes its next state reads the old one, so that XLA writes it "
-    "elsewhere and copies it back; of two steps the second can write in its place",
-)
-CARRIED_OPEN = Remedy(
-    kind="rewrite",
-    portion=0.5,
-    text=f"take several steps {_MASKED_STEPS}, so that XLA sees them at once; one kernel for the whole loop keeps on "
-    "the chip what one step hands the next",
-)
-SEARCHED = Remedy(
-    kind="rewrite",
-    code='jnp.searchsorted(sorted_values, x, method="scan_unrolled")',
-    text="jnp.searchsorted(..., method='scan_unrolled'): by default it is a loop, whose launches hand each other where "
-    "they have come to; without it one launch takes all steps of the search",
-)
-BOUNDARY = Remedy(kind="rewrite", text="move the work to one side of the loop or branch")

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 
 from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.patterns.attention_scores import elements
-from hlo_analysis.patterns.dot_merger import can_merge
 from hlo_analysis.patterns.launch_patterns import (
     PRODUCTS,
     computes_groups,
@@ -15,17 +14,13 @@ from hlo_analysis.patterns.launch_patterns import (
     is_batched,
     is_product,
     normalizes,
-    only_casts,
     only_repeats,
-    repeats_rows,
 )
 from hlo_analysis.patterns.pair_patterns import (
     accumulates,
-    adds_gradients,
     adds_parts,
     gathers,
     is_known_before,
-    is_one_hot,
     normalizes_sum,
     sets_values,
 )
@@ -33,7 +28,6 @@ from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import grouped, loop_texts, texts
 from hlo_analysis.remedies.joined import split_weight
 from hlo_analysis.remedies.low_rank import corrects
-from hlo_analysis.remedies.recomputed import RECOMPUTED_PAIRS, is_pairwise
 from hlo_analysis.remedies.rows import rows_remedy, takes_logarithms
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
@@ -52,10 +46,8 @@ def of_products(
     return texts.ATTENTION if remedy is texts.LINEAR_EPILOGUE and of_attention else remedy
 
 
-def kept_value_remedy(table: Table, producer: LaunchRow, name: str, catalogue: Catalogue) -> Remedy:
-    """The remedy for a value, by its name, of element-wise work that is kept though it could be computed again."""
-    if is_pairwise(table, producer, name):
-        return RECOMPUTED_PAIRS
+def kept_value_remedy(table: Table, producer: LaunchRow, catalogue: Catalogue) -> Remedy:
+    """The remedy for a value of element-wise work that is kept though it could be computed again."""
     for product in filter(is_product, table.producers(producer)):
         if _after_product(table, product, [producer]) is texts.LINEAR_EPILOGUE:
             remedy = texts.LINEAR_KEEPS_PRODUCT.named(catalogue, (product, producer))
@@ -67,8 +59,6 @@ def kept_value_remedy(table: Table, producer: LaunchRow, name: str, catalogue: C
 def _before_product(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
     if any(map(computes_groups, readers)):
         return grouped.of_operand(table, readers)
-    if is_one_hot(producer, readers):
-        return texts.INDEXED
     if dequantizes(producer):
         return texts.QUANTIZED
     if has(producer, "scatter") and not sets_values(producer):
@@ -76,8 +66,6 @@ def _before_product(table: Table, producer: LaunchRow, readers: Sequence[LaunchR
     written = max(value.bytes for reader in readers for value in reader.outputs)
     if only_repeats(producer) and all(map(is_batched, readers)) and producer.bytes_written > written:
         return texts.UNREPEATED
-    if repeats_rows(producer) and not any(map(is_batched, readers)) and not table.has_backward:
-        return texts.GATHERED_AFTER
     if remedy := split_weight(table, producer, readers):
         return remedy
     # A product can scale rows that it reads whole; a group of channels is no row, nor is a feature of a batch.
@@ -94,8 +82,6 @@ def _after_product(table: Table, product: LaunchRow, readers: Sequence[LaunchRow
         return remedy
     if is_known_before(product, table.producers(product)):
         return loop_texts.HOISTED
-    if all(map(only_casts, readers)):
-        return texts.TYPED
     if corrects(table, product, readers):
         return texts.LORA_LINEAR
     if any(_gates(reader, table.launches) for reader in readers):
@@ -137,10 +123,7 @@ def summed_in_a_loop(table: Table, producer: LaunchRow, readers: Sequence[Launch
         # What the next step computes with cannot wait for the last.
         users = [user for user in table.readers.get(end.index, ()) if user.computation == end.computation]
         if end.repeat > 1 and products and accumulates(end) and all(user is end for user in users):
-            if adds_gradients(end):
-                return loop_texts.ACCUMULATED_IN_PLACE
-            of_gradients = end.phase == "forward" and any(found.phase == "backward" for found in products)
-            return loop_texts.ACCUMULATED if of_gradients else loop_texts.SUMMED_AFTER
+            return loop_texts.SUMMED_AFTER
     return None
 
 
@@ -160,18 +143,15 @@ def _needs_every_logit(table: Table, product: LaunchRow, readers: Sequence[Launc
     return any(not found or any(user.kind == "sort" for user in found) for found in users)
 
 
-def shared_input_remedy(readers: Sequence[LaunchRow], shared: str) -> Remedy | None:
-    """The remedy for launches that each read the value `shared`; None where one launch could not do all their work."""
-    if shared.startswith("constant") and all(reader.kind == "copy" for reader in readers):
-        return texts.UNCHANGED
-    if not all(map(is_product, readers)):
-        stacks = [reader for reader in readers if reader.repeat > 1 and has(reader, "dynamic-update-slice")]
-        if not stacks or 2 * len(stacks) < len(readers):
-            return texts.MERGE_LOOPS
-        is_for_gradient = any("jvp(" in stack.op_name for stack in stacks)
-        return loop_texts.RECOMPUTED if is_for_gradient else loop_texts.UNROLLED
-    is_single = not any(map(computes_groups, readers))  # a grouped product reads no copies that others share
-    return texts.MERGE_PRODUCTS if is_single and can_merge(readers, shared) else None
+def shared_input_remedy(readers: Sequence[LaunchRow]) -> Remedy | None:
+    """The remedy for launches that each read one value; None where one launch could not do all their work."""
+    if any(map(is_product, readers)):
+        return None if all(map(is_product, readers)) else texts.MERGE_LOOPS
+    stacks = [reader for reader in readers if reader.repeat > 1 and has(reader, "dynamic-update-slice")]
+    if not stacks or 2 * len(stacks) < len(readers):
+        return texts.MERGE_LOOPS
+    is_for_gradient = any("jvp(" in stack.op_name for stack in stacks)
+    return loop_texts.RECOMPUTED if is_for_gradient else loop_texts.UNROLLED
 
 
 def _gates(launch: LaunchRow, launches: Sequence[LaunchRow]) -> bool:

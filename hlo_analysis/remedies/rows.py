@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hlo_analysis.decisions import categories
 from hlo_analysis.hlo.attributes import integers
 from hlo_analysis.patterns.attention_scores import elements, last_size
 from hlo_analysis.patterns.launch_patterns import (
@@ -18,17 +17,17 @@ from hlo_analysis.patterns.launch_patterns import (
     subtracts_row_maximum,
     sums_columns,
 )
-from hlo_analysis.patterns.pair_patterns import continues_reduction, scatters_all
+from hlo_analysis.patterns.pair_patterns import continues_reduction
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import texts
 from hlo_analysis.remedies.table import ROWS_PER_SUM, Table
 from hlo_analysis.remedies.texts import Remedy
 
 
-def of_rows(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], category: str) -> Remedy:
+def of_rows(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
     """The remedy where both ends are element-wise work and reductions."""
     if producer.phase == "backward" and all(reader.phase == "forward" and reader.op_name for reader in readers):
-        return _elementwise(producer, readers, category)  # what an optimizer makes of a gradient is no norm
+        return _elementwise(producer, readers)  # what an optimizer makes of a gradient is no norm
     # A small value is told by the sums that it was made of, a large one by those that its readers read beside it.
     largest = max(value.bytes for value in producer.outputs)
     is_small = largest * ROWS_PER_SUM <= max(reader.bytes_read for reader in readers)
@@ -37,20 +36,18 @@ def of_rows(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow], cat
     near = [producer] if is_small else [producer, *readers] if is_scaled else readers
     ends = table.with_sums((producer, *readers), near)
     if not is_small and not any(_sums_up(end, producer) for end in ends):
-        return _elementwise(producer, readers, category)  # what is normalized, if anything is, is another array
+        return _elementwise(producer, readers)  # what is normalized, if anything is, is another array
     if has(producer, "reduce") and not is_small and _keeps_sums(producer, ends):
         ends.remove(producer)
     rows = rows_remedy(table, ends)
     if rows is texts.BATCH_NORM and is_scaled and not is_small:
-        return _elementwise(producer, readers, category)  # no kernel keeps the rows of a batch on the chip
+        return _elementwise(producer, readers)  # no kernel keeps the rows of a batch on the chip
     reducing = [end for end in (producer, *readers) if has(end, "reduce")]
-    if rows in (texts.RMS_NORM, texts.LAYER_NORM) and producer.phase == "forward" and _drops(producer):
-        return texts.DROPOUT_NORM
     if rows in (texts.RMS_NORM, texts.LAYER_NORM) and is_residual_sum(producer):
         return rows
     is_done = rows.keeps_input and len(reducing) == 1 and is_norm(reducing[0])
     is_other = rows.keeps_input and len(readers) == 1 and not takes_part(table, producer)
-    return _elementwise(producer, readers, category) if rows is texts.ONE_KERNEL or is_done or is_other else rows
+    return _elementwise(producer, readers) if rows is texts.ONE_KERNEL or is_done or is_other else rows
 
 
 def takes_part(table: Table, launch: LaunchRow) -> bool:
@@ -67,17 +64,6 @@ def _sums_up(launch: LaunchRow, producer: LaunchRow) -> bool:
     return reads and has(launch, "reduce")
 
 
-def _drops(launch: LaunchRow) -> bool:
-    """Whether it drops elements of an array by random bits, and adds the result to another array.
-
-    Normally distributed numbers are made of random bits, too, by a logarithm.
-    """
-    draws = {"xor", "shift-right-logical", "select", "add"} <= {opcode for opcode, _ in launch.opcodes}
-    whole = elements(launch.outputs[0])
-    arrays = sum(elements(value) == whole for value in launch.inputs)
-    return draws and not has(launch, "log-plus-one") and arrays > 1
-
-
 def _keeps_sums(producer: LaunchRow, ends: Sequence[LaunchRow]) -> bool:
     """Whether a launch writes sums beside a large array (as of a loss), and no other end reads these sums."""
     largest = max(value.bytes for value in producer.outputs)
@@ -85,12 +71,10 @@ def _keeps_sums(producer: LaunchRow, ends: Sequence[LaunchRow]) -> bool:
     return bool(sums) and not any(value.name in sums for end in ends for value in end.inputs)
 
 
-def _elementwise(producer: LaunchRow, readers: Sequence[LaunchRow], category: str) -> Remedy:
+def _elementwise(producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
     """The remedy where neither a product nor a normalization or softmax is near."""
     if is_library_kernel(producer) or any(map(is_library_kernel, readers)):
         return texts.OWN_KERNEL
-    if category == categories.IN_PLACE and has(producer, "scatter") and scatters_all(producer):
-        return texts.GATHERED
     is_joined = rotates(producer) and all(has(reader, "concatenate") for reader in readers)
     if is_joined or (has(producer, "sine") and all(map(rotates, readers))):
         return texts.ROPE

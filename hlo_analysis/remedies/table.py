@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hlo_analysis.patterns.launch_patterns import computes_groups, is_product
-from hlo_analysis.patterns.stack_sums import reducers
 from hlo_analysis.program.facts import LaunchRow
 
 ROWS_PER_SUM = 8
@@ -20,13 +19,9 @@ _MOST_STEPS = 5
 
 @dataclass(frozen=True)
 class Table:
-    """The launch table, with the producers and readers of each launch; built once for all missed fusions.
-
-    outputs: names of values that the program returns.
-    """
+    """The launch table, with the producers and readers of each launch; built once for all missed fusions."""
 
     launches: Sequence[LaunchRow]
-    outputs: frozenset[str] = frozenset()
 
     @cached_property
     def readers(self) -> Mapping[int, Sequence[LaunchRow]]:
@@ -36,11 +31,6 @@ class Table:
             for producer in {value.producer for value in launch.inputs if value.producer is not None}:
                 found[producer].append(launch)
         return found
-
-    @cached_property
-    def has_backward(self) -> bool:
-        """Whether the program takes a gradient."""
-        return any(launch.phase == "backward" for launch in self.launches)
 
     @cached_property
     def expanded(self) -> frozenset[int]:
@@ -57,11 +47,6 @@ class Table:
             if computes_groups(launch) or (is_for_others and not is_named):
                 found.add(launch.index)
         return frozenset(found)
-
-    def sums_of(self, stack: LaunchRow) -> list[LaunchRow]:
-        """Returns the launches that reduce a loop's stack over its steps; none if something else needs the stack."""
-        is_returned = any(value.name in self.outputs for value in stack.outputs)
-        return [] if is_returned else reducers(self.readers, stack)
 
     def producers(self, launch: LaunchRow, largest: float = float("inf")) -> list[LaunchRow]:
         """Returns the launches that write the inputs of a launch. largest: the most bytes of such an input."""

@@ -174,12 +174,6 @@ LAYER_NORM = Remedy(
     keeps_input=True,
     text="mean, variance and all that follows in one kernel, the row read once",
 )
-DROPOUT_NORM = Remedy(
-    kind="kernel",
-    pattern="dropout_residual_norm",
-    text="dropout, residual and norm in one kernel, the row read once, which draws a mask of "
-    "its own (another than jax.random's)",
-)
 BATCH_NORM = Remedy(
     kind="kernel",
     pattern="batch_norm",
@@ -209,51 +203,15 @@ LAYOUT = Remedy(
     text="give the operation the layout that its neighbour wants (order of einsum axes, of reshape and transpose), so "
     "that nothing is moved",
 )
-FOURIER = Remedy(
-    kind="kernel",
-    text="one that pads, transforms, works on the result and transforms it back, a row on the chip where it "
-    "fits (as FlashFFTConv does): XLA cannot fuse other work into cuFFT",
-)
-TRANSPOSED = Remedy(
-    kind="rewrite",
-    text="keep the array as its readers take it (keys and values of a cache: (batch, heads, length, size)), or have a "
-    "kernel read it as it lies: all of it is transposed for a part that is new",
-)
-TRANSPOSED_NOT_DONATED = replace(
-    TRANSPOSED, text=f"{TRANSPOSED.text}; and donate it (jax.jit(..., donate_argnums=...))"
-)
 PARTS = Remedy(
     kind="rewrite",
     text="have the operation work on the part where it lies (by indices, a mask, or sizes that need no padding), so "
     "that it is not moved first",
 )
-JOINED = Remedy(
-    kind="rewrite",
-    text="keep the parts in one array from the start (as one weight of several products), so that nothing is joined in "
-    "each run",
-)
-CUT_APART = Remedy(
-    kind="option",
-    options=(("xla_gpu_dot_merger_threshold_mb", "0"),),
-    text="xla_gpu_dot_merger_threshold_mb=0, and a product for each part, x @ w[:, a:b], where the program has one: a "
-    "product writes its part where it stays; XLA else makes one of those that share an input, and cuts its result; "
-    "measure both",
-)
-INDEXED = Remedy(
-    kind="rewrite",
-    code="# before: jax.nn.one_hot(indices, len(table)) @ table\nrows = table[indices]",
-    text="take the rows by their indices (table[indices]): a product with a one-hot matrix writes that matrix, reads "
-    "it, and multiplies by its zeros",
-)
 ADD_TO = Remedy(
     kind="rewrite",
     text="add into an array that exists anyway (residual.at[indices].add(...) in place of zeros), or gather what "
     "belongs to each row where the indices can be inverted: here an array of zeros is written first",
-)
-GATHERED = Remedy(
-    kind="rewrite",
-    text="gather in place of .at[...].set: with the indices inverted (jnp.argsort of a permutation) the readers "
-    "take the rows from where they are, since a gather fuses into its reader and a scatter does not",
 )
 PICKED = Remedy(
     kind="rewrite",
@@ -262,38 +220,6 @@ PICKED = Remedy(
     "whole array in place for its gradient and reads it again; the mask's gradient fuses into its readers",
     code="# before: jnp.take_along_axis(x, index[..., None], -1)[..., 0]\n"
     "picked = jnp.where(jnp.arange(x.shape[-1]) == index[..., None], x, 0).sum(-1)",
-)
-GATHERED_AFTER = Remedy(
-    kind="rewrite",
-    code="# before: x[indices] @ w\nrows = (x @ w)[indices]",
-    text="multiply first, and gather rows of the product: (x @ w)[indices] in place of x[indices] @ w, part by part of "
-    "what is joined. Each row is taken several times, and so multiplied once in place of several times",
-)
-UNREPEATED = Remedy(
-    kind="rewrite",
-    code="# before: jnp.einsum('bthd,bshd->bhts', query, jnp.repeat(key, groups, 2))\n"
-    "query = query.reshape(batch, length, heads // groups, groups, size)\n"
-    "scores = jnp.einsum('bthgd,bshd->bhgts', query, key)",
-    text="repeat nothing for a product: give the other operand an axis for those that share a part, as the heads of "
-    "grouped queries, jnp.einsum('bthgd,bshd->bhgts', query, key). What is repeated here is larger than the result",
-)
-SPLIT_WEIGHT = Remedy(
-    kind="rewrite",
-    code="# before: jnp.concatenate([x, y[indices]], -1) @ w\n"
-    "size = x.shape[-1]\nrows = x @ w[:size] + (y @ w[size:])[indices]",
-    text="split the weight in place of joining its operands, x @ w[:n] + (y @ w[n:])[indices] (or [:, None] for what "
-    "is broadcast): what is repeated is multiplied once in place of once for each row, and no joined array is written",
-)
-PLACED = Remedy(
-    kind="rewrite",
-    text="gather in place of zeros.at[...].set: for each place of the result the row that belongs there, "
-    "jnp.where(is_taken[..., None], x[index], 0), which fuses into its readers; here zeros are written first",
-)
-OTHER_ZEROS = Remedy(
-    kind="rewrite",
-    text="write -0.0 for every zero that the element-wise work compares with or selects, as in jnp.maximum(x, -0.0) "
-    "and jnp.where(x > -0.0, y, -0.0), or let the scatter start from an array that exists anyway: XLA takes this zero "
-    "and those that a scatter starts from for one value, which it writes and reads",
 )
 ROWS_UPDATED = Remedy(
     kind="rewrite",
@@ -315,6 +241,21 @@ TOP_K = Remedy(
     text="one that selects: XLA sorts everything, in passes over all of it, for the part that is taken. "
     "lax.top_k of at most 16 out of 1024 or more is such a kernel already",
 )
+SPLIT_WEIGHT = Remedy(
+    kind="rewrite",
+    code="# before: jnp.concatenate([x, y[indices]], -1) @ w\n"
+    "size = x.shape[-1]\nrows = x @ w[:size] + (y @ w[size:])[indices]",
+    text="split the weight in place of joining its operands, x @ w[:n] + (y @ w[n:])[indices] (or [:, None] for what "
+    "is broadcast): what is repeated is multiplied once in place of once for each row, and no joined array is written",
+)
+UNREPEATED = Remedy(
+    kind="rewrite",
+    code="# before: jnp.einsum('bthd,bshd->bhts', query, jnp.repeat(key, groups, 2))\n"
+    "query = query.reshape(batch, length, heads // groups, groups, size)\n"
+    "scores = jnp.einsum('bthgd,bshd->bhgts', query, key)",
+    text="repeat nothing for a product: give the other operand an axis for those that share a part, as the heads of "
+    "grouped queries, jnp.einsum('bthgd,bshd->bhgts', query, key). What is repeated here is larger than the result",
+)
 SCAN = Remedy(
     kind="kernel",
     text="one that goes along the axis with its state on the chip: lax.associative_scan writes and reads arrays "
@@ -332,49 +273,16 @@ WHOLE_SUM = Remedy(
     text="xla_gpu_experimental_force_split_k=1 keeps the product whole: XLA split its sum into parts (split-K), which "
     "this launch adds up; measure both",
 )
-UNPADDED = Remedy(
-    kind="option",
-    options=(("xla_gpu_experimental_force_split_k", "1"),),
-    text="xla_gpu_experimental_force_split_k=1 keeps the product whole: XLA pads what it sums over, so as to split it "
-    "into parts of one length (split-K); measure both",
-)
 LEAVE_ON = Remedy(kind="option", text="leave XLA's fusion passes on (xla_disable_hlo_passes switches them off)")
 DONATE = Remedy(
     kind="rewrite",
     code="step = jax.jit(step, donate_argnums=(0,))  # the numbers of the arguments that are not read again",
     text="donate the argument (jax.jit(..., donate_argnums=...)), so that XLA need not keep its buffer whole",
 )
-DONATED = Remedy(
-    kind="rewrite",
-    text="the argument is donated, and overwritten while it is still to be read, so that XLA copies it first: update "
-    "it after its last reader, or do not donate it",
-)
 KEPT = Remedy(
     kind="rewrite",
     text="let nothing read the value after its update in place (a loop's state, or .at[...].set): XLA copies what is "
     "needed twice",
-)
-UNCHANGED = Remedy(
-    kind="rewrite",
-    text="return no constants (as the placeholders in an optimizer's state): XLA copies each constant among the "
-    "results into an array of its own",
-)
-TYPED = Remedy(
-    kind="rewrite",
-    code="y = jnp.matmul(x, w, preferred_element_type=dtype)",
-    text="have the product write this type (preferred_element_type= of jnp.matmul, jnp.einsum, lax.dot_general), so "
-    "that nothing converts it afterwards",
-)
-MASKED = Remedy(
-    kind="rewrite",
-    text="make the update a part of the element-wise work (jnp.where on a comparison with the indices, as "
-    "jax.nn.one_hot does), so that the array is written once, when all is done; the diagonal of a product needs none: "
-    "(a * b).sum(-1)",
-)
-SHARDED = Remedy(
-    kind="rewrite",
-    text="shard the array along its first axis, as P(('a', 'b'), None) in place of P('a', 'b'): the parts are put "
-    "together along it, so that XLA transposes them first",
 )
 OVERLAP = Remedy(
     kind="rewrite",
@@ -403,10 +311,5 @@ KEEP_TRITON = Remedy(
     kind="option",
     options=(("xla_gpu_cublas_fallback", "False"),),
     text="xla_gpu_cublas_fallback=False keeps the product in Triton, with what was fused into it; measure both",
-)
-MERGE_PRODUCTS = Remedy(
-    kind="option",
-    options=(("xla_gpu_dot_merger_threshold_mb", "1024"),),
-    text="xla_gpu_dot_merger_threshold_mb=1024 makes one product of those that share an input",
 )
 MERGE_LOOPS = Remedy(kind="kernel", text="one with several outputs, which reads the shared values once")

@@ -6,21 +6,18 @@ from collections.abc import Collection, Sequence
 
 from hlo_analysis.decisions import categories
 from hlo_analysis.patterns.launch_patterns import (
-    changes_layout,
     draws_in_a_loop,
     has,
     is_invariant,
     only_moves,
-    writes_one_value,
 )
-from hlo_analysis.patterns.pair_patterns import is_next_state, searches_in_a_loop
+from hlo_analysis.patterns.pair_patterns import is_next_state
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import loop_texts, texts
 from hlo_analysis.remedies.convolutions import of_convolutions
-from hlo_analysis.remedies.data_movement import of_filled, of_places
+from hlo_analysis.remedies.data_movement import of_places
 from hlo_analysis.remedies.grouped import of_groups
 from hlo_analysis.remedies.products import of_products, summed_in_a_loop
-from hlo_analysis.remedies.recomputed import of_pairs
 from hlo_analysis.remedies.rows import of_rows
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
@@ -51,7 +48,6 @@ def vertical_remedy(
         of_attention: whether the producer is a product that makes or reads attention scores.
         donated: names of arguments whose buffers the program may overwrite.
     """
-    ends = (producer, *readers)
     return (
         attempt(_by_category, None, table, producer, readers, category, donated)
         or (texts.ATTENTION if is_score else None)
@@ -62,10 +58,8 @@ def vertical_remedy(
         or attempt(of_tiny_products, None, producer, readers)
         or attempt(of_convolutions, None, producer, readers)
         or attempt(of_places, None, table, producer, readers, is_projected=is_projected)
-        or (texts.FOURIER if any(has(end, "fft") for end in ends) else None)
         or attempt(of_products, None, table, producer, readers, of_attention=of_attention)
-        or attempt(of_pairs, None, table, producer, readers)
-        or attempt(of_rows, texts.ONE_KERNEL, table, producer, readers, category)
+        or attempt(of_rows, texts.ONE_KERNEL, table, producer, readers)
     )
 
 
@@ -76,35 +70,21 @@ def _by_category(
     ends = (producer, *readers)
     if category == categories.SWITCHED_OFF:
         return texts.LEAVE_ON
-    if category in (categories.INSERTED, categories.BOUNDARY) and any(map(searches_in_a_loop, ends)):
-        return loop_texts.SEARCHED
     if category == categories.INSERTED:
         if any(has(end, "all-reduce") for end in ends) and any(map(only_moves, ends)):
             return texts.SEPARATE_SUMS
         if copies := [end for end in ends if has(end, "copy")]:
-            return _state(producer) if is_next_state(producer, copies[0]) else _copied(table, copies[0], donated)
+            return loop_texts.STATE if is_next_state(producer, copies[0]) else _copied(copies[0], donated)
     if category == categories.BOUNDARY:
-        if remedy := summed_in_a_loop(table, producer, readers):
-            return remedy
-        if any(reader.index <= producer.index for reader in readers):
-            return loop_texts.CARRIED if producer.repeat > 1 else loop_texts.CARRIED_OPEN
-        return loop_texts.BOUNDARY
+        return summed_in_a_loop(table, producer, readers) or loop_texts.CARRIED
     return None
-
-
-def _state(launch: LaunchRow) -> Remedy:
-    """The remedy for a loop's state that is copied back: of an unknown count of runs one is counted."""
-    return loop_texts.STATE if launch.repeat > 1 else loop_texts.STATE_OPEN
 
 
 def _of_devices(table: Table, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:
     """The remedy where one end is a sum over devices, or was made for one."""
     ends = (producer, *readers)
     if any(end.kind == "collective" for end in ends):
-        transposes = (
-            only_moves(producer) and changes_layout(producer) and all(has(reader, "all-gather") for reader in readers)
-        )
-        return texts.SHARDED if transposes else texts.OVERLAP
+        return texts.OVERLAP
     return texts.SEPARATE_SUMS if any(_joins_sums(table, end) for end in ends) else None
 
 
@@ -116,14 +96,11 @@ def _joins_sums(table: Table, move: LaunchRow) -> bool:
     return any(has(sums, "all-reduce") and move.op_name in ("", sums.op_name) for sums in near)
 
 
-def _copied(table: Table, copy: LaunchRow, donated: Collection[str]) -> Remedy:
+def _copied(copy: LaunchRow, donated: Collection[str]) -> Remedy:
     """The remedy for a copy that XLA put in to keep a buffer whole: by whose buffer it is."""
     source = copy.inputs[0] if copy.inputs else None
     if source is None or source.name.startswith("constant"):
         return texts.KEPT
-    if source.producer is not None and writes_one_value(table.launches[source.producer], source.name):
-        loops = [user for user in table.readers.get(copy.index, ()) if user.computation != copy.computation]
-        return of_filled(table, copy, loops) if loops else texts.OTHER_ZEROS
     if source.producer is not None:  # made after the copy: a loop's state, which the iteration before left
-        return _state(copy) if source.producer > copy.index else texts.KEPT
-    return texts.DONATED if source.name in donated else texts.DONATE
+        return loop_texts.STATE if source.producer > copy.index else texts.KEPT
+    return texts.KEPT if source.name in donated else texts.DONATE

@@ -140,7 +140,7 @@ def test_merge_refuses_what_does_not_belong_together() -> None:
     with pytest.raises(DumpError, match="different versions"):
         merge_autotune(["version: 3", "version: 4"])
     with pytest.raises(DumpError, match="found 'results'"):
-        merge_autotune(["results { device: 'x' }"])
+        merge_autotune(['results { device: "x" }'])
 
 
 def test_a_merged_recording_replays(compiler: None, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from capture_programs import FLOATS, INTEGERS, LAYER_ARGUMENTS, layer
 from hlo_analysis.capture import Capture, capture, process
 from hlo_analysis.capture.failures import first_sentence
 from hlo_analysis.capture.lowering import lower
-from hlo_analysis.capture.options import option_names
 from hlo_analysis.errors import CaptureError, DumpError, UnknownOptionError, UnknownTargetError
 from hlo_analysis.targets import Target, load_target
 
@@ -33,14 +32,8 @@ def fake_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> N
     monkeypatch.setattr(process, "_WORKER", script)
 
 
-def test_option_names_are_xla_s_own() -> None:
-    names = option_names()
-    assert len(names) > 200
-    assert {"xla_dump_to", "xla_gpu_enable_triton_gemm", "xla_cpu_enable_fast_math"} <= set(names)
-
-
-def test_unknown_option_shows_the_nearest(compiler: None, temporary_folders) -> None:
-    with pytest.raises(UnknownOptionError, match=r"'xla_gpu_enable_triton_gem'.*mean 'xla_gpu_enable_triton_gemm'"):
+def test_unknown_option_says_where_the_names_are(compiler: None, temporary_folders) -> None:
+    with pytest.raises(UnknownOptionError, match=r"'xla_gpu_enable_triton_gem'.*DebugOptions"):
         capture(add_one, FLOATS, compiler_options={"xla_gpu_enable_triton_gem": False})
     assert temporary_folders() == []
 

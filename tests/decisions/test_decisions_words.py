@@ -152,11 +152,10 @@ def test_an_empty_log_and_one_of_other_lines() -> None:
         ("Contracting dimension has non-contiguous section.", categories.TILING),
         ("Unsupported reduction computation by Triton.", categories.TILING),
         ("producer is physically transposing", categories.TILING),
-        ("More than one use of broadcast or reduce.", categories.NORMALIZATION),
         (
             "The reductions in the diamond must reduce 1 dimension and that dimension must be the last dimension of "
             "the operand.",
-            categories.NORMALIZATION,
+            categories.TILING,
         ),
         ("a sentence of some later version", categories.OTHER_RULE),
         ("", categories.OTHER_RULE),

@@ -99,10 +99,11 @@ def test_rows_that_are_scattered_are_no_part_of_element_wise_work(width: int, co
     """As into the gradient of an embedding, which a product made before; XLA gives an element a window, too."""
     scatter = f"%r.1 = f32[8,1,{width}]{{2,1,0}} convert(%b)\n  ROOT %u = f32[100,64]{{1,0}} scatter(%a, %i, %r.1), "
     scatter += "update_window_dims={1,2}, inserted_window_dims={}, to_apply=%add"
-    program = Program().launch("a", {"x": 50}, 100)
-    program.launch("u", {"a": 1, "i": 1}, 100, "scatter", opcodes=("scatter",), hlo=scatter)
+    program = Program().launch("a", {"x": 50}, 100, phase="backward")
+    opcodes = ("scatter", "iota")
+    program.launch("u", {"a": 1, "i": 1}, 100, "scatter", opcodes=opcodes, hlo=scatter, phase="backward")
     program.launches[1] = replace(program.launches[1], bytes_written=MIB)
-    found = program.launch("y", {"u": 100}, 100).rank()
+    found = program.launch("y", {"u": 100}, 100, phase="backward").rank()
     assert sum(missed.category == categories.IN_PLACE for missed in found) == count
 
 

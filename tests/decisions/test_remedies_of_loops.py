@@ -52,7 +52,6 @@ _SCALED = """  %m = f32[8,8]{1,0} multiply(%x, %half)
 @pytest.mark.parametrize(
     ("op_name", "carried", "remedy"),
     [
-        ("while/add", "%acc", loop_texts.ACCUMULATED_IN_PLACE),  # of the model's own loop over parts
         ("transpose(jvp())/while/add_any", "%acc", loop_texts.SUMMED_AFTER),  # of a scan's gradient
         ("while/add", "%old", loop_texts.CARRIED),  # a mean that decays
     ],
@@ -70,16 +69,12 @@ def test_a_products_factors_may_be_scaled_and_the_sum_may_not(op_name: str, carr
     assert [missed.remedy for missed in program.rank()] == [text_of(remedy)]
 
 
-@pytest.mark.parametrize(
-    ("phase", "remedy"), [("forward", loop_texts.SUMMED_AFTER), ("backward", loop_texts.ACCUMULATED)]
-)
-def test_a_product_that_each_step_adds_to_an_array_is_made_after_the_loop(phase: Any, remedy: texts.Remedy) -> None:
-    """Where whole gradients are accumulated, part by part, the factors are what would not fit."""
-    program = Program().launch("d", {"x": 1, "y": 1}, 100, "triton_gemm", opcodes=("dot",), repeat=8, phase=phase)
+def test_a_product_that_each_step_adds_to_an_array_is_made_after_the_loop() -> None:
+    program = Program().launch("d", {"x": 1, "y": 1}, 100, "triton_gemm", opcodes=("dot",), repeat=8)
     program.launch("dw", {"d": 100, "dw": 100}, 100, opcodes=("add",), repeat=8)
     carried = replace(program.launches[1].inputs[1], producer=1)
     program.launches[1] = replace(program.launches[1], inputs=(program.launches[1].inputs[0], carried))
-    assert {missed.remedy for missed in program.rank()} == {text_of(remedy)}
+    assert {missed.remedy for missed in program.rank()} == {text_of(loop_texts.SUMMED_AFTER)}
 
 
 def test_what_the_next_step_computes_with_cannot_be_summed_after_the_loop() -> None:

@@ -10,7 +10,7 @@ from launch_programs import MIB, Program, softmax, text_of
 
 from hlo_analysis.catalogue import Kernel
 from hlo_analysis.decisions import categories
-from hlo_analysis.patterns.launch_patterns import broadcasts, dequantizes, repeats_rows
+from hlo_analysis.patterns.launch_patterns import broadcasts, dequantizes
 from hlo_analysis.remedies import conv_texts, loop_texts, texts
 from xlafuse.catalogue import KERNELS
 
@@ -19,29 +19,6 @@ def reading(program: Program, read: int) -> Program:
     """The last launch reads so many MiB alone, as one that gathers, or takes integers."""
     program.launches[-1] = replace(program.launches[-1], bytes_read=read * MIB)
     return program
-
-
-@pytest.mark.parametrize(("read", "is_first"), [(25, True), (200, False)])
-def test_rows_that_are_taken_several_times_are_better_taken_of_the_product(read: int, is_first: bool) -> None:
-    """A layer over the edges of a graph: 1774 to 1030 MB. Tokens of a vocabulary are taken once at most."""
-    program = reading(Program().launch("e", {"x": 25}, 200, "concatenate", opcodes=("gather", "concatenate")), read)
-    assert repeats_rows(program.launches[0]) == is_first
-    (missed,) = program.launch("y", {"e": 200, "w": 1}, 200, "triton_gemm", opcodes=("dot",)).rank()
-    assert (missed.remedy == text_of(texts.GATHERED_AFTER)) == is_first
-
-
-@pytest.mark.parametrize(("size", "is_first"), [(1, True), (64, True), (129, False)])
-def test_what_is_made_beside_rows_may_be_multiplied_apart(size: int, is_first: bool) -> None:
-    """Two nodes of an edge and their distance, as in EGNN: 153 to 57 MB; most must be rows as they were taken."""
-    hlo = f"""  %g = f32[800,1,64]{{2,1,0}} gather(%x, %i), offset_dims={{1,2}}
-  %a = f32[800,64]{{1,0}} bitcast(%g)
-  %b = f32[800,64]{{1,0}} gather(%x, %j), offset_dims={{1}}
-  %r = f32[800,{size}]{{1,0}} multiply(%s, %s)
-  ROOT %c = f32[800,{128 + size}]{{1,0}} concatenate(%a, %b, %r), dimensions={{1}}"""
-    opcodes = ("gather", "concatenate", "multiply")
-    program = reading(Program().launch("e", {"x": 25}, 200, "concatenate", opcodes=opcodes, hlo=hlo), 25)
-    (missed,) = program.launch("y", {"e": 200, "w": 1}, 200, "triton_gemm", opcodes=("dot",)).rank()
-    assert (missed.remedy == text_of(texts.GATHERED_AFTER)) == is_first
 
 
 def _joined(parts: str, width: int, size: int = 100, contracted: int = 1) -> Program:
@@ -93,33 +70,13 @@ def test_few_rows_are_better_joined() -> None:
     assert missed.remedy == text_of(texts.LINEAR_PROLOGUE)
 
 
-def test_a_grouped_product_of_gathered_rows_cannot_come_first() -> None:
-    program = reading(Program().launch("e", {"x": 25}, 200, opcodes=("gather",)), 25)
-    hlo = "%d = f32[8,9,9] dot(%a, %b), lhs_batch_dims={0}, rhs_batch_dims={0}"
-    (missed,) = program.launch("y", {"e": 200, "w": 9}, 200, "triton_gemm", opcodes=("dot",), hlo=hlo).rank()
-    assert missed.remedy == text_of(texts.LINEAR_PROLOGUE)
-
-
-@pytest.mark.parametrize(
-    ("op_name", "reader", "remedy"),
-    [
-        ("jit(f)/scatter", "scatter", texts.PLACED),  # experts' rows by gather: 185 to 50 MB
-        ("jit(f)/scatter-add", "scatter", texts.ADD_TO),
-        ("jit(f)/scatter-add", "maximum", texts.OTHER_ZEROS),  # relu beside segment_sum: 1774 to 1723 MB
-    ],
-)
-def test_zeros_that_a_scatter_starts_from(op_name: str, reader: str, remedy: Any) -> None:
+def test_zeros_that_a_scatter_starts_from() -> None:
     program = Program().launch("zeros", {}, 100, opcodes=("broadcast",))
-    if reader == "maximum":  # one launch writes zeros for the scatter and zeros for another
-        program.launch("y", {"zeros": 100, "x": 100}, 100, opcodes=("maximum",))
-        program.launch("s", {"zeros": 100, "u": 100}, 100, "scatter", opcodes=("scatter",), op_name=op_name)
-        program.launches[-1] = replace(program.launches[-1], phase="backward")
-    else:
-        program.launch("s", {"zeros": 100, "u": 100}, 100, "scatter", opcodes=("scatter",), op_name=op_name)
-    assert program.rank()[0].remedy == text_of(remedy)
+    program.launch("s", {"zeros": 100, "u": 100}, 100, "scatter", opcodes=("scatter",), op_name="jit(f)/scatter-add")
+    assert program.rank()[0].remedy == text_of(texts.ADD_TO)
 
 
-@pytest.mark.parametrize(("update", "remedy"), [("f32[4,8]", texts.ROWS_UPDATED), ("f32[4,1]", texts.OTHER_ZEROS)])
+@pytest.mark.parametrize(("update", "remedy"), [("f32[4,8]", texts.ROWS_UPDATED), ("f32[4,1]", texts.ONE_KERNEL)])
 def test_zeros_of_tables_are_not_needed_where_rows_are_updated(update: str, remedy: texts.Remedy) -> None:
     """An optimizer selects zeros, too, and reads those that the gradients of embeddings are added to."""
     hlo = f"""%z = f32[100,8] parameter(0)
@@ -131,7 +88,7 @@ def test_zeros_of_tables_are_not_needed_where_rows_are_updated(update: str, reme
     program.launch("s", reads, 1, "scatter", opcodes=("scatter",), hlo=hlo, phase="backward")
     program.launch("y", {"zeros": 100, "s": 100, "x": 100}, 100, opcodes=("select",))
     missed = next(missed for missed in program.rank() if missed.value == "zeros")
-    assert missed.remedy == remedy.text
+    assert missed.remedy == text_of(remedy)
     if remedy is texts.ROWS_UPDATED:  # neither the zeros nor the whole update is needed
         assert missed.bytes_at_stake == (100 + 400) * MIB
 
@@ -145,16 +102,15 @@ def test_the_gradient_of_set_numbers_its_updates_unless_they_are_unique() -> Non
     assert {missed.remedy for missed in program.rank()} == {text_of(texts.UNIQUE)}
 
 
-@pytest.mark.parametrize(("op_name", "remedy"), [("", texts.UNPADDED), ("jit(f)/pad", texts.PARTS)])
-def test_what_xla_pads_to_split_a_sum_is_an_option_away(op_name: str, remedy: Any) -> None:
+def test_a_sum_that_xla_splits_is_an_option_away() -> None:
     """The gradient of a layer over edges: 6018 to 4496 MB with whole sums."""
     dot = '%d = f32[4,8,8] dot(%a, %b), lhs_batch_dims={0}, metadata={op_name="f/dot"}'
     add = '%r = f32[8,8] reduce(%d, %z), dimensions={0}, metadata={op_name="f/dot"}'
-    program = Program().launch("p", {"x": 100}, 101, opcodes=("pad",), op_name=op_name)
+    program = Program().launch("p", {"x": 100}, 101, opcodes=("pad",), op_name="jit(f)/pad")
     program.launch("d", {"p": 101, "y": 100}, 50, "triton_gemm", opcodes=("dot",), hlo=dot)
     program.launch("r", {"d": 50}, 10, "reduction", opcodes=("reduce",), hlo=add)
     remedies = {missed.value: missed.remedy for missed in program.rank()}
-    assert remedies["p"] == text_of(remedy)
+    assert remedies["p"] == text_of(texts.PARTS)
     assert remedies["d"] == text_of(texts.WHOLE_SUM)
 
 
@@ -174,20 +130,6 @@ def test_what_is_spread_out_for_a_convolution_lay_nowhere_in_that_size() -> None
     hlo = '%c = bf16[8] custom-call(%a, %w), custom_call_target="__cudnn$convBiasActivationForward"'
     (missed,) = program.launch("c", {"t": 100, "x": 50}, 50, "cudnn", opcodes=("custom-call",), hlo=hlo).rank()
     assert missed.remedy == text_of(texts.OWN_KERNEL)
-
-
-def test_what_is_padded_for_a_transform_is_padded_in_its_kernel() -> None:
-    program = Program().launch("p", {"x": 50}, 100, opcodes=("pad", "convert"))
-    (missed,) = program.launch("f", {"p": 100}, 100, "other", opcodes=("fft",)).rank()
-    assert missed.remedy == text_of(texts.FOURIER)
-
-
-@pytest.mark.parametrize(("opcode", "remedy"), [("all-gather", texts.SHARDED), ("all-reduce", texts.OVERLAP)])
-def test_what_is_transposed_to_be_gathered_is_sharded_along_its_first_axis(opcode: str, remedy: Any) -> None:
-    """A weight of two sharded axes: 11 launches to 10."""
-    program = Program().launch("t", {"w": 100}, 100, "transpose", opcodes=("transpose",))
-    (missed,) = program.launch("g", {"t": 100}, 200, "collective", opcodes=(opcode,)).rank()
-    assert missed.remedy == text_of(remedy)
 
 
 def test_integers_are_widened_as_a_product_loads_them() -> None:
@@ -343,16 +285,6 @@ def test_a_products_sum_with_the_residual_leaves_its_mean_squares(made: Any, rea
     assert missed.remedy.startswith(text_of(remedy))
 
 
-@pytest.mark.parametrize(("phase", "remedy"), [("forward", texts.CUT_APART), ("backward", texts.PARTS)])
-def test_a_product_whose_result_is_cut_is_made_part_by_part(phase: Any, remedy: texts.Remedy) -> None:
-    program = Program().launch("p", {"x": 10, "w": 10}, 90, "triton_gemm", opcodes=("dot",), phase=phase)
-    for part in "qk":
-        program.launch(part, {"p": 45}, 45, opcodes=("slice",), phase=phase)
-        program.launch(f"read_{part}", {part: 45}, 45, opcodes=("tanh",), phase=phase)
-    found = [missed for missed in program.rank() if missed.category != categories.SHARED_INPUT]
-    assert {missed.value: missed.remedy for missed in found} == dict.fromkeys("pqk", text_of(remedy))
-
-
 def test_gradients_of_parts_are_not_kept_in_one_array() -> None:
     program = Program().launch("q", {"x": 50}, 50, phase="backward").launch("k", {"x": 50}, 50, phase="backward")
     program.launch("j", {"q": 50, "k": 50}, 100, "concatenate", opcodes=("concatenate",), phase="backward")
@@ -369,20 +301,3 @@ def test_no_product_adds_up_rows_as_it_loads_them(op_name: str, remedy: texts.Re
     program = Program().launch("s", {"m": 800, "zeros": 50}, 50, "scatter", opcodes=("scatter",), op_name=op_name)
     missed = next(found for found in program.launch("y", {"s": 50, "w": 1}, 50, "triton_gemm").rank())
     assert (missed.value, missed.remedy) == ("s", text_of(remedy))
-
-
-@pytest.mark.parametrize(
-    ("reads", "more", "remedy"),
-    [
-        ({"x": 100, "residual": 100}, (), texts.DROPOUT_NORM),
-        ({"x": 100}, (), texts.ONE_KERNEL),  # no residual
-        ({"mean": 100, "scale": 100}, ("log-plus-one",), texts.ONE_KERNEL),  # numbers of a normal distribution
-    ],
-)
-def test_a_dropout_before_a_norm_is_one_kernel_with_it(
-    reads: dict[str, int], more: tuple[str, ...], remedy: texts.Remedy
-) -> None:
-    opcodes = ("add", "xor", "shift-right-logical", "select", *more)
-    program = Program().launch("h", reads, 100, opcodes=opcodes)
-    program.launch("y", {"h": 100}, 100, "triton", opcodes=("reduce", "rsqrt", "multiply"))
-    assert [missed.remedy for missed in program.rank() if missed.value == "h"] == [text_of(remedy)]

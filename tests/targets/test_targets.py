@@ -104,9 +104,9 @@ platform_name: "CUDA" device_description_str: "Tesla V100-SXM2-16GB"
         (ROCM, "AMD.*only NVIDIA GPUs"),
         (ROCM.replace("ROCM", "CUDA"), "Advanced Micro Devices.*only NVIDIA GPUs"),
         (VOLTA, "compute capability 7.0: 8.0 .Ampere. or later"),
-        ("module { name: 'x' }", "no gpu_device_info"),
+        ('module { name: "x" }', "no gpu_device_info"),
         ("this is not { a proto", "not a GpuTargetConfigProto"),
-        ("gpu_device_info { core_count: 1 } platform_name: 'CUDA'", "no cuda_compute_capability"),
+        ('gpu_device_info { core_count: 1 } platform_name: "CUDA"', "no cuda_compute_capability"),
         (VOLTA.replace("major: 7", "major: 9").replace("80", "0"), "core_count and memory_bandwidth"),
     ],
 )
