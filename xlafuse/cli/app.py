@@ -9,6 +9,7 @@ import typer
 from xlafuse.cli import check, diff, explain, fuse, isolate, report
 from xlafuse.cli.bench import bench, tune
 from xlafuse.cli.errors import cli_errors
+from xlafuse.cli.export import export
 from xlafuse.cli.options import with_options
 from xlafuse.cli.output import Json
 from xlafuse.cli.study import study
@@ -96,3 +97,4 @@ app.command()(with_options(explain.explain, explain.Request))
 app.command()(with_options(diff.diff, diff.Request))
 app.command(no_args_is_help=True)(with_options(isolate.isolate, isolate.Request))
 app.command()(with_options(check.check, check.Request))
+app.command()(export)
