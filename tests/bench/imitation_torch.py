@@ -171,7 +171,6 @@ def install(monkeypatch) -> types.ModuleType:
     torch.cuda = types.SimpleNamespace(
         synchronize=lambda: None,
         empty_cache=lambda: None,
-        mem_get_info=lambda: (10**12, 10**12),
         reset_peak_memory_stats=lambda: None,
         max_memory_allocated=lambda: 7,
     )

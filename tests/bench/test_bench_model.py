@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from xlafuse.bench import candidates, model, timing
-from xlafuse.bench.model import PHASES, bench_model, least_bytes, refused
+from xlafuse.bench.model import PHASES, bench_model
 from xlafuse.bench.settings import ModelSettings
 from xlafuse.models import BlockConfig
-from xlafuse.models.decoder import PRESETS, Decoder, DecoderConfig, get_decoder
+from xlafuse.models.decoder import PRESETS, Decoder, DecoderConfig
 from xlafuse.strategies import Strategy
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -99,16 +99,6 @@ def test_pytorchs_model_is_ours(config, phase, monkeypatch):
         assert positions == ([6, 7, 5] if phase == "decode" else [4, 4, 4])
 
 
-def test_peers_that_do_not_fit_are_refused(monkeypatch):
-    torch = imitation_torch.install(monkeypatch)
-    from xlafuse.bench.peers import torch_model
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 2000))
-    chain = model._chain(LLAMA, "1x4", "forward", Decoder(LLAMA).params(jax.random.key(0)), seed=0)
-    with pytest.raises(MemoryError, match=r"take 0.0 GB, and 0.0 GB of the GPU are free: ask for fewer layers"):
-        torch_model.shared_state(LLAMA, "forward", chain.arguments, room=3)
-
-
 @pytest.mark.usefixtures("invented_times")
 def test_peers_take_turns_with_the_strategies(monkeypatch):
     imitation_torch.install(monkeypatch)
@@ -124,33 +114,6 @@ def test_peers_take_turns_with_the_strategies(monkeypatch):
         assert result.candidates[1].peak_bytes == 7
 
 
-def test_what_does_not_fit_is_refused_before_it_runs():
-    """8.03 billion weights of two bytes; with gradients and AdamW's two averages eight bytes each."""
-    llama = get_decoder("llama3-8b")
-    weights = 8_030_261_248
-    assert least_bytes(llama, "8x1024", "forward") == 2 * weights
-    assert least_bytes(llama, "8x1024", "train") == pytest.approx(8 * weights)
-    assert least_bytes(llama, "8x1024", "decode") == 2 * weights + 32 * 2 * 8 * (1024 + 8) * 8 * 128 * 2
-    assert refused(llama, "2x4096", "train", None) is None
-    assert refused(llama, "2x4096", "train", 112 * 10**9) is None
-    told = refused(llama, "2x4096", "train", 50 * 10**9)
-    assert told == (
-        "32 layers take at least 64.2 GB, and JAX may use 50.0 GB of this GPU: at most 23 layers fit (--layers)"
-    )
-    assert "1032 positions are needed, and the model has 1024" in str(
-        refused(get_decoder("gpt2-medium"), "8x1024", "decode", None)
-    )
-
-
-@pytest.mark.usefixtures("invented_times")
-def test_a_program_too_large_is_a_problem(monkeypatch):
-    monkeypatch.setattr(model, "least_bytes", lambda *_: 0)
-    monkeypatch.setattr(model, "memory_limit", lambda: 1000)
-    (result,) = bench_model("forward 1x8", SETTINGS)
-    assert result.candidates == ()
-    assert "JAX may use 0.0 GB of this GPU: ask for fewer layers or tokens" in result.problems[0].message
-
-
 @pytest.mark.usefixtures("invented_times")
 def test_a_wrong_strategy_is_a_problem_and_no_time(monkeypatch):
     right = model._compiled
@@ -163,6 +126,11 @@ def test_a_wrong_strategy_is_a_problem_and_no_time(monkeypatch):
     (result,) = bench_model("forward 1x8", SETTINGS)
     assert [each.name for each in result.candidates] == ["xla"]
     assert "off by 1" in result.problems[0].message
+
+
+def test_more_positions_than_the_model_has_are_refused():
+    (told,) = bench_model("decode 8x1024", dataclasses.replace(SETTINGS, model="gpt2-medium"))
+    assert "1032 positions are needed, and the model has 1024" in told
 
 
 def test_no_time_left_is_told():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -89,22 +88,6 @@ def test_a_failing_candidate_is_dropped_and_named(invented_times):
     run = time_candidates([candidate("bad", fail_later), candidate("good")], rounds=2, **NO_WARM_UP)
     assert list(run.timings) == ["good"]
     assert run.failures == {"bad": "RuntimeError: illegal address"}
-
-
-def test_slow_variants_stop_taking_turns(monkeypatch):
-    times = {"xla": 5e-3, "near": 1.0e-3, "mosaic": 1.05e-3, "far": 1.2e-3}
-    monkeypatch.setattr(
-        timing, "_kernel_records", lambda run_once, n: [("k", times[run_once.__self__.candidate.name])] * n
-    )
-    kinds = {"xla": "implementation", "near": "variant", "mosaic": "implementation", "far": "variant"}
-    several = [dataclasses.replace(candidate(name), kind=kind) for name, kind in kinds.items()]
-    run = time_candidates(several, rounds=5, calls=2, **NO_WARM_UP)
-    assert {name: result.samples for name, result in run.timings.items()} == {
-        "xla": 10,
-        "near": 10,
-        "mosaic": 10,
-        "far": 6,
-    }
 
 
 def test_calls_whose_kernels_are_mixed_take_the_mean_of_their_turn(monkeypatch):

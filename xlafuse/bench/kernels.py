@@ -139,8 +139,7 @@ def _candidates(
     candidates = checked({call[0]: partial(make, *call) for call in calls}, problems)
     if not candidates or candidates[0].name != "xla":
         return []
-    names = dict.fromkeys((*peers.ALWAYS.get((op.name, phase), ()), *settings.peers))
-    wanted = [name for name in names if name not in peers.OF_THE_OPERATION]
+    wanted = [name for name in dict.fromkeys(settings.peers) if name not in peers.OF_THE_OPERATION]
     return candidates + (_peers(wanted, phase, cases, problems) if wanted else [])
 
 

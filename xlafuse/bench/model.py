@@ -64,8 +64,11 @@ def bench_model(item: str, settings: ModelSettings, sampler: Sampler | None = No
     phase, shape = item.split()
     if time.time() > settings.until:
         yield f"{settings.model} {item}: not begun, the time was up"
-    elif refusal := refused(config, shape, phase, memory_limit()):
-        yield f"{settings.model} {item}: {refusal}"
+    elif config.learned_positions is not None and _positions(shape, phase) > config.learned_positions:
+        yield (
+            f"{settings.model} {item}: {_positions(shape, phase)} positions are needed, and the model has "
+            f"{config.learned_positions}: give shorter sequences"
+        )
     else:
         yield _bench_phase(config, shape, phase, settings, sampler)
 
@@ -114,12 +117,6 @@ def _bench_phase(
 def _of_strategy(name: str, config: DecoderConfig, phase: str, chain: _Chain) -> tuple[Candidate, Any, Measured]:
     """Returns a strategy's candidate, the result of its first call, and the record of compile time and memory."""
     step, costs = _compiled(name, config, phase, chain.arguments)
-    limit = memory_limit()
-    if limit is not None and (costs.peak_bytes or 0) > limit:
-        raise MemoryError(
-            f"the program takes {(costs.peak_bytes or 0) / 1e9:.1f} GB, and JAX may use {limit / 1e9:.1f} GB of this "
-            "GPU: ask for fewer layers or tokens"
-        )
     if phase == "train":  # a copy of weights and optimizer does not fit; losses hardly change
         found = _summary(phase, chain.call(step))
     else:
@@ -138,41 +135,12 @@ def _of_peer(name: str, config: DecoderConfig, phase: str, chain: _Chain) -> tup
     return made, found, Measured(name=name, kind="peer", timing=_UNTIMED, compile_seconds=seconds, peak_bytes=peak)
 
 
-def memory_limit() -> int | None:
-    """Returns the bytes of GPU memory that JAX may use, or None if JAX does not say."""
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-
-
-def refused(config: DecoderConfig, shape: str, phase: str, limit: int | None) -> str | None:
-    """Returns why a phase of a model cannot run in `limit` bytes or with its learned positions; None if it can."""
-    length = batch_and_length(shape)[1] + (_ROOM if phase == "decode" else 0)
-    if config.learned_positions is not None and length > config.learned_positions:
-        return f"{length} positions are needed, and the model has {config.learned_positions}: give shorter sequences"
-    if limit is None or (needed := least_bytes(config, shape, phase)) <= limit:
-        return None
-    one, two = (least_bytes(replace(config, layers=n), shape, phase) for n in (1, 2))
-    most = max(0, (limit - one) // (two - one) + 1)
-    return (
-        f"{config.layers} layers take at least {needed / 1e9:.1f} GB, and JAX may use {limit / 1e9:.1f} GB of this "
-        f"GPU: at most {most} layers fit (--layers)"
-    )
-
-
-def least_bytes(config: DecoderConfig, shape: str, phase: str) -> int:
-    """Counts the bytes of a phase's weights and what is as large: gradients and optimizer state, or the cache."""
-    decoder = Decoder(replace(config, is_scanned=True))  # quicker to trace, with the same arrays
-    params = jax.eval_shape(decoder.params, jax.random.key(0))
-    held = [params]
-    if phase == "train":
-        held += [params, jax.eval_shape(_optimizer().init, params)]
-    elif phase != "forward":
-        batch, length = batch_and_length(shape)
-        held.append(jax.eval_shape(partial(decoder.empty_cache, batch, _cache_length(length))))
-    return _bytes_of(held)
-
-
 def _bytes_of(tree: Any) -> int:
     return sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def _positions(shape: str, phase: str) -> int:
+    return batch_and_length(shape)[1] + (_ROOM if phase == "decode" else 0)
 
 
 def _cache_length(prompt: int) -> int:

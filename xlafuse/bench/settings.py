@@ -59,7 +59,7 @@ class Settings:
         typer.Option(
             metavar="A,B,C",
             help="Libraries to time in the same run, if they have the operation: torch_compile, torch_eager, liger, "
-            "quack, jax_triton, jla, jax_mosaic, cudnn, fa3, fa4, fa4_deterministic.",
+            "quack, jax_triton, jla, jax_mosaic, cudnn, fa3, fa4, fa4_deterministic, xla_bf16.",
         ),
     ] = ()
     variants: Annotated[bool, typer.Option("--variants", help="Also time the kernel configurations to tune.")] = False

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,8 +30,6 @@ _WINDOW_SECONDS = 0.1
 """Length of the warm-up's windows."""
 _STEADY = 0.02
 """Largest relative difference between two windows of a steady GPU."""
-_TRIAL_ROUNDS = 3
-_FAR_BEHIND = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +109,8 @@ def time_candidates(
         warm_up_seconds: least and longest time for which all candidates first take turns until times settle.
 
     Returns:
-        Timings over at least `rounds * calls` calls each. A variant that is far behind after three rounds is timed no
-        further. A candidate that raises is dropped and recorded in `failures`.
+        Timings over at least `rounds * calls` calls each. A candidate that raises is dropped and recorded in
+        `failures`.
     """
     turns = {candidate.name: _Turn(candidate) for candidate in candidates}
     failures: dict[str, str] = {}
@@ -128,30 +126,23 @@ def time_candidates(
 
     orders = np.random.default_rng(seed=0)
 
-    def take_turns(measure: Callable[[_Turn], None], median_us: Callable[[_Turn], float]) -> None:
-        for i in range(rounds):
-            running = list(turns.values()) if i < _TRIAL_ROUNDS else _without_slow_variants(turns.values(), median_us)
-            for place in orders.permutation(len(running)):
-                attempt(running[place], measure)
+    def take_turns(measure: Callable[[_Turn], None]) -> None:
+        for _ in range(rounds):
+            for place in orders.permutation(len(turns)):
+                attempt(list(turns.values())[place], measure)
 
     for turn in turns.values():  # compiles, if not done yet
         attempt(turn, _Turn.run_once)
     spent, is_steady = _warm_up(lambda: [attempt(turn, _Turn.run_once) for turn in turns.values()], *warm_up_seconds)
-    take_turns(lambda turn: turn.measure_wall(calls, wall_seconds), lambda turn: turn.median_wall_us)
+    take_turns(lambda turn: turn.measure_wall(calls, wall_seconds))
     if by_gpu:
-        take_turns(lambda turn: turn.measure_gpu(calls), lambda turn: turn.median_us)
+        take_turns(lambda turn: turn.measure_gpu(calls))
     return TimingRun(
         timings={name: turn.timing() for name, turn in turns.items() if name not in failures},
         failures=failures,
         warm_up_seconds=spent,
         is_steady=is_steady,
     )
-
-
-def _without_slow_variants(turns: Collection[_Turn], median_us: Callable[[_Turn], float]) -> list[_Turn]:
-    ours = [median_us(turn) for turn in turns if turn.candidate.kind in ("implementation", "variant")]
-    limit = _FAR_BEHIND * min(ours, default=0.0)
-    return [turn for turn in turns if turn.candidate.kind != "variant" or median_us(turn) <= limit]
 
 
 def _warm_up(run_all: Callable[[], Any], at_least: float, at_most: float) -> tuple[float, bool]:
@@ -207,16 +198,6 @@ class _Turn:
             )
         self._kernels, times = _by_calls(records, calls)
         self._gpu_us += times
-
-    @property
-    def median_us(self) -> float:
-        """Median GPU time so far; infinite before the first sample."""
-        return float(np.median(self._gpu_us)) if self._gpu_us else float("inf")
-
-    @property
-    def median_wall_us(self) -> float:
-        """Median wall clock so far; infinite before the first sample."""
-        return float(np.median(self._wall_us)) if self._wall_us else float("inf")
 
     def timing(self) -> Timing:
         taken = self._gpu_us or self._wall_us

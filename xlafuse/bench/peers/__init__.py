@@ -38,9 +38,6 @@ PEERS = ("xla", "jax_triton", *_MODULES)
 OF_THE_OPERATION = ("xla", "jax_triton")
 """Peers that are implementations of the operation: "xla" is always timed, "jax_triton" is "triton"."""
 
-ALWAYS = {("quantized_linear", "forward"): ("xla_bf16",)}
-"""Peers that an operation and phase always runs against."""
-
 
 def is_joint(case: Case) -> bool:
     """Tells whether the backward phase computes loss and gradient together, as a training step does."""
