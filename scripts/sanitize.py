@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
-import math
 import os
 import re
 import subprocess
@@ -27,7 +26,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PLANTED = "planted fault"
 _OURS = "mosaic_gpu"
 """Part of the name of every Mosaic GPU kernel."""
-_MOST_VALUES = 1 << 26
-"""Of the largest array. Rows are taken away, never columns."""
 # API calls that fail are no faults of kernels: XLA asks the driver about pointers that it does not know.
 _COMMAND = ("compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--print-limit", "20",
             "--kernel-name", f"kns={_OURS}", sys.executable, __file__, "--run")  # fmt: skip
@@ -193,7 +189,7 @@ def run(operation: str, skip: int = 0, *, is_every: bool = False) -> None:
             faulthandler.dump_traceback_later(_STILL_SECONDS, exit=True)
             print(f"{_CASE}{phase} {spec.name}", flush=True)
             with jax.default_device(jax.devices("cpu")[0]):  # fewer kernels to watch
-                case = testing.make_case(op, shortened(op, spec, _MOST_VALUES), 0)
+                case = testing.make_case(op, spec, 0)
             given = (case.arguments,) if phase == "forward" else (case.arguments, case.cotangents)
             given = jax.device_put(given, jax.devices()[0])
             jax.block_until_ready(jax.jit(callable_of(op, phase, "mosaic"))(*given))
@@ -214,17 +210,6 @@ def one_of_each_kind(op) -> list:
 def gpu_calls(op) -> list:
     """Every GPU test's spec: shapes, too, decide which kernel runs."""
     return [spec for spec in op.tagged("gpu") if "bench" not in spec.tags]
-
-
-def shortened(op, spec, most: int):
-    """The spec with fewer rows, its first array with at most so many values; with more than two axes as it is."""
-    main = spec.arguments[op.batched[0]]
-    if len(main.shape) != 2 or math.prod(main.shape) <= most:
-        return spec
-    rows = max(1, most // main.shape[1])
-    cut = {name: replace(spec.arguments[name], shape=(rows, *spec.arguments[name].shape[1:])) for name in op.batched
-           if spec.arguments.get(name) is not None}  # fmt: skip
-    return replace(spec, arguments={**spec.arguments, **cut})
 
 
 def planted_fault() -> None:

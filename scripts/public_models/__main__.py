@@ -1,8 +1,7 @@
 """Fuses unmodified public models and writes what `xlafuse.fuse` takes and refuses in them, for docs/public-models.md.
 
     python scripts/public_models [MODEL ...] --checkouts FOLDER
-    python scripts/public_models --checkouts FOLDER --sites-only
-    python scripts/public_models --checkouts FOLDER --times [--real 6]  # on a machine with a GPU
+    python scripts/public_models [MODEL ...] --checkouts FOLDER --times 6  # of at most 6 layers, on a GPU
     python scripts/public_models --write-page
 
 Needs the extra 'deviceless', no GPU, and the packages of sources.py; a model whose package cannot be imported is left
@@ -53,27 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(model.name for model in MODELS))
     parser.add_argument("--checkouts", type=Path, default=Path(), help="folder of the repositories")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run; default: all")
-    parser.add_argument("--advice", type=int, default=0, metavar="N", help="print the first N missed fusions, too")
-    parser.add_argument("--sites-only", action="store_true", help="compile nothing; keep the launches that are known")
-    parser.add_argument("--times", action="store_true", help="time forward pass and step on this GPU, compile no more")
-    parser.add_argument("--real", type=int, metavar="LAYERS", help="time real sizes, with at most so many layers")
+    parser.add_argument("--times", type=int, metavar="LAYERS", help="time steps of real size, of at most so many")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to complete; default: %(default)s")
     parser.add_argument("--write-page", action="store_true", help="only write the page")
     options = parser.parse_args(argv)
     results = json.loads(options.results.read_text(encoding="utf-8")) if options.results.is_file() else {}
-    parts = [part for part in options.parts if part in TIMED] if options.times else options.parts
     failed = 0
     for model in () if options.write_page else MODELS:
         if options.models and model.name not in options.models:
             continue
-        for part in parts:
+        for part in ("step",) if options.times else PARTS:
             try:
                 if options.times:
-                    name = "real" if options.real else "times"
-                    found = {part: {name: times_of(model, part, options.checkouts, options.real)}}
+                    found = {part: {"real": times_of(model, options.checkouts, options.times)}}
                 else:
-                    found = run(model, part, options.checkouts, options.advice, compiles=not options.sites_only)
+                    found = run(model, part, options.checkouts)
             except ModuleNotFoundError as error:
                 print(f"{model.name}: left out, {error}", flush=True)
                 break
@@ -104,7 +97,7 @@ def is_worse(found: dict[str, Any]) -> bool:
     return costs_more(after, before)
 
 
-def run(model: PublicModel, part: str, checkouts: Path, advice: int, *, compiles: bool) -> dict[str, Any]:
+def run(model: PublicModel, part: str, checkouts: Path) -> dict[str, Any]:
     """Returns the results of one part of one model, and what the model is."""
     if part == "numerics":
         return {"source": model.source, "numerics": checked(model, checkouts)}
@@ -115,8 +108,7 @@ def run(model: PublicModel, part: str, checkouts: Path, advice: int, *, compiles
     found = sites_of(fn, arguments)
     if part == "step":
         arguments = (params, jax.eval_shape(OPTIMIZER.init, params), *program.batch)
-    if compiles:
-        found |= compared(fn, outer, arguments, advice, changes=bool(found["taken"]))
+    found |= compared(fn, outer, arguments, changes=bool(found["taken"]))
     return {"source": model.source, "size": program.size, part: found}
 
 
@@ -127,24 +119,17 @@ def part_of(program: Program, part: str) -> tuple[Callable[..., Any], Callable[[
     return program.loss, step_of if part == "step" else jax.value_and_grad
 
 
-def times_of(model: PublicModel, part: str, checkouts: Path, layers: int | None) -> dict[str, Any]:
-    """Times a part of a model on the attached GPU. layers: at the real size, with at most so many."""
-    program = model.build(checkouts, jnp.bfloat16, "real" if layers else "page", layers or 1)
+def times_of(model: PublicModel, checkouts: Path, layers: int) -> dict[str, Any]:
+    """Times a model's training step on the attached GPU, at the real size with at most so many layers."""
+    program = model.build(checkouts, jnp.bfloat16, "real", layers)
     with jax.default_device(jax.devices("cpu")[0]):  # XLA compiles umT5's initializers for a GPU in over two minutes
         params = jax.jit(program.init)(jax.random.key(0))
     params = jax.device_put(params, jax.devices()[0])
-    state = (OPTIMIZER.init(params),) if part == "step" else ()
-    fn, outer = part_of(program, part)
-
-    def checked(result: Any) -> Any:
-        """Returns a step's loss and first moments, which are a tenth of the gradients: AdamW hides their sizes."""
-        return (result[2], result[1][0].mu) if part == "step" else result
-
-    return {"size": program.size, **timed(fn, outer, (params, *state, *program.batch), checked)}
+    fn, outer = part_of(program, "step")
+    return {"size": program.size, **timed(fn, outer, (params, OPTIMIZER.init(params), *program.batch))}
 
 
 PARTS = ("numerics", "forward", "gradient", "step")
-TIMED = ("forward", "step")
 OPTIMIZER = optax.adamw(1e-3)
 
 
@@ -177,12 +162,9 @@ def sites_of(fn: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
     return {outcome: dict(collections.Counter(names).most_common()) for outcome, names in named.items()}
 
 
-def compared(fn: Any, outer: Any, arguments: tuple[Any, ...], advice: int, *, changes: bool) -> dict[str, Any]:
+def compared(fn: Any, outer: Any, arguments: tuple[Any, ...], *, changes: bool) -> dict[str, Any]:
     """Compiles `outer(fn)` and, if `fuse` changes it, `outer(fuse(fn))` for the target."""
     plain = analyze(capture(outer(fn), *arguments, target=TARGET), catalogue=KERNELS)
-    for missed in plain.missed[:advice]:
-        where = f"{missed.source}, {missed.scope}, {missed.shape}"
-        print(f"    {missed.rank}. {missed.remaining_us:.1f} us [{missed.remedy_kind}] {missed.remedy} | {where}")
     after = None
     if changes:
         after = totals(analyze(capture(outer(fuse(fn)), *arguments, target=TARGET), catalogue=KERNELS))
@@ -279,9 +261,7 @@ def page(results: dict[str, Any]) -> str:
     for found in results.values():
         refused.update(found.get("gradient", {}).get("refused", {}))
     reasons = [f"| {operation} | {reason} | {count} |" for operation, reason, count in _reasons(refused)]
-    gpus = {part["times"]["gpu"] for found in results.values() for part in found.values() if "times" in part}
     return _PAGE.format(
-        gpus=", ".join(sorted(gpus)),
         most=MOST_REASONS,
         rows="\n".join(rows),
         real="\n".join(_real_rows(results)),
@@ -300,25 +280,20 @@ def _row(name: str, part: str, found: dict[str, Any]) -> str:
         megabytes = f"{before['bytes'] / 1e6:,.0f} → {after['bytes'] / 1e6:,.0f}"
         estimated = f"{before['us']:,.0f} → {after['us']:,.0f}{', worse' if is_worse(found) else ''}"
     left, refused = (sum(found[outcome].values()) for outcome in ("left", "refused"))
-    measured = "| "
-    if times := found.get("times"):
-        before, after = times["before"]["us"], times["after"]["us"]
-        measured = f"{before:,.0f} → {after:,.0f} | {before / after:.2f}"
-    counts = f"{left} | {refused} | {launches} | {megabytes} | {estimated}"
-    return f"| {name} | {part} | {kernels} | {counts} | {measured} |"
+    return f"| {name} | {part} | {kernels} | {left} | {refused} | {launches} | {megabytes} | {estimated} |"
 
 
 def _real_rows(results: dict[str, Any]) -> Iterator[str]:
     for name, found in results.items():
-        for part in TIMED:
-            if real := found.get(part, {}).get("real"):
-                before, after = real["before"]["wall_us"] / 1e3, real["after"]["wall_us"] / 1e3
-                times = f"{before:.1f} | {after:.1f} | {before / after:.2f}"
-                peer = found[part].get("torch", {})
-                is_alike = bool(peer) and real["gpu"] == peer["gpu"] and real["size"].startswith(peer["size"])
-                other = peer["wall_us"] / 1e3 if is_alike else None
-                times += f" | {other:.1f} | {other / after:.2f}" if other else " | | "
-                yield f"| {name} | {part} | {real['size']} | {real['gpu']} | {times} |"
+        step = found.get("step", {})
+        if real := step.get("real"):
+            before, after = real["before"]["wall_us"] / 1e3, real["after"]["wall_us"] / 1e3
+            times = f"{before:.1f} | {after:.1f} | {before / after:.2f}"
+            peer = step.get("torch", {})
+            is_alike = bool(peer) and real["gpu"] == peer["gpu"] and real["size"].startswith(peer["size"])
+            other = peer["wall_us"] / 1e3 if is_alike else None
+            times += f" | {other:.1f} | {other / after:.2f}" if other else " | | "
+            yield f"| {name} | step | {real['size']} | {real['gpu']} | {times} |"
 
 
 def _check(numerics: dict[str, Any] | None) -> str:
@@ -350,20 +325,18 @@ H200 without a GPU; "before" is XLA, "after" is the same program through `fuse` 
 - The rows were compiled before `fuse` took rotations by tables of whole heads, gates with biases and norms of sums with
   dropout; those of lm1b, griffin, evoformer and graphnet, and of haiku_lm's, vit's, lstm's and unet's gradient and
   step, with yet earlier rules and estimates.
-- Measured are sums of kernel times on {gpus}, both programs in turns (`--times`); what has none was not timed. The
-  counts may be newer than the times.
 - Most of what `fuse` refuses, XLA fuses with its neighbours. Recurrent cells gain nothing.
 - Numerics are checked at smaller sizes on the CPU, where operations run by their XLA references: this tests what `fuse`
   replaces, not the kernels, which have tests of their own.
 
-| model | program | kernels | sites left to XLA | refused | launches | MB | estimated µs | measured µs | gain |
-| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+| model | program | kernels | sites left to XLA | refused | launches | MB | estimated µs |
+| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |
 {rows}
 
 ## At real sizes
 
-Wall clock of a call among several in flight, both programs in turns on one GPU, one run; `--times --real LAYERS`
-repeats it. Sizes are the published ones, with fewer layers. PyTorch runs the same models of transformers by
+Wall clock of a call among several in flight, both programs in turns on one GPU, one run; `--times LAYERS` repeats
+it. Sizes are the published ones, with fewer layers. PyTorch runs the same models of transformers by
 `torch.compile`, float32 weights under bfloat16 autocast, in processes of their own (`torch_times.py`); beside experts
 of Gemma 4, Qwen 3's of the same sizes. siglip's text tower computes in float32, as published.
 

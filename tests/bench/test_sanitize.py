@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from pathlib import Path
 
 import pytest
@@ -102,18 +101,8 @@ def test_a_case_the_tool_dies_of_is_run_again_once_and_then_left_out(sanitized, 
     assert (asked, found["status"], found["died"]) == (skipped, status, died)
 
 
-def test_every_kind_of_call_is_run_with_as_many_rows_as_the_tool_can_take(script):
+def test_every_kind_of_call_is_run_once(script):
     for op in REGISTRY.values():
         specs = script.one_of_each_kind(op)
-        assert len(
-            {(spec.arguments[op.batched[0]].dtype, spec.tags, frozenset(spec.arguments)) for spec in specs}
-        ) == len(specs)
-        assert specs
-        for spec in specs:
-            cut = script.shortened(op, spec, 1 << 20)
-            before, after = (s.arguments[op.batched[0]].shape for s in (spec, cut))
-            assert after[-1] == before[-1]
-            assert len(after) != 2 or math.prod(after) <= 1 << 20
-            if cut is not spec:
-                rows = {cut.arguments[n].shape[0] for n in op.batched if cut.arguments.get(n) is not None}
-                assert rows == {after[0]}
+        kinds = {(spec.arguments[op.batched[0]].dtype, spec.tags, frozenset(spec.arguments)) for spec in specs}
+        assert len(kinds) == len(specs) > 0
