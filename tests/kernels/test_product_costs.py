@@ -1,4 +1,4 @@
-"""Which products of many rows take the kernel, as measured on an H200 (`scripts/check_product_costs.py`)."""
+"""Which products of many rows take the kernel, as measured on an H200."""
 
 from __future__ import annotations
 

@@ -28,8 +28,6 @@ from xlafuse.bench.results import Measured, Problem, Results, ShapeResult
 from xlafuse.bench.settings import ChoiceSettings
 from xlafuse.bench.timing import Candidate, buffer_sets
 
-BAR = 0.98
-"""Least accepted ratio of the best implementation's time to that of a call that names none."""
 TIMED = Limits(length=2**14, rows=2**15, columns=2**14, flops=(3e7, 6e11), bytes=(1e6, 1e9))
 """Limits of the drawn calls; their forward pass takes two microseconds to a millisecond on an H200."""
 
@@ -217,6 +215,6 @@ def is_measured(result: ShapeResult) -> bool:
 
 
 def is_kept(results: Results) -> bool:
-    """Tells whether every call was measured and reached `BAR`."""
+    """Tells whether every call was measured, and none is behind."""
     is_whole = not any(run.left_out for run in results.runs)
-    return is_whole and all(is_measured(result) and ratio(result) >= BAR for result in results.shapes)
+    return is_whole and all(is_measured(result) and not is_behind(result) for result in results.shapes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from xlafuse.bench.block_tables import activity_words, block_overview, model_table
-from xlafuse.bench.choice import BAR, default, is_behind, is_measured, ratio
+from xlafuse.bench.choice import default, is_behind, is_measured, ratio
 from xlafuse.bench.results import Measured, Results, ShapeResult, geometric_mean, short_spec
 from xlafuse.bench.rows import rate
 from xlafuse.bench.tables import overview
@@ -20,7 +20,7 @@ def result_lines(result: ShapeResult) -> list[str]:
     shown = [c for c in result.candidates if c.kind not in ("ceiling", "variant")]
     base = next((c for c in shown if c.name == "xla"), shown[0] if shown else None)
     shown += sorted(result.of_kind("variant"), key=lambda c: c.timing.median_us)[:_BEST_VARIANTS]
-    notes = [f"best / None {ratio(result):.3f}{' !!' * (ratio(result) < BAR)}"] if default(result) else []
+    notes = [f"best / None {ratio(result):.3f}{' !!' * is_behind(result)}"] if default(result) else []
     notes += [activity_words(result), "" if result.is_steady or not result.is_large else "not steady"]
     title = f" {result.phase} {result.op} {short_spec(result.spec)}"
     return [
@@ -63,7 +63,7 @@ def summary(results: Results) -> list[str]:
 
 
 def choice_summary(results: Results) -> list[str]:
-    """Formats the least ratio by operation and mode, each call below the bar, unmeasured calls, and the call count."""
+    """Formats the least ratio by operation and mode, each call that is behind, unmeasured calls, and the call count."""
     measured = [result for result in results.shapes if is_measured(result)]
     groups: dict[str, list[float]] = {}
     for result in measured:
@@ -72,10 +72,10 @@ def choice_summary(results: Results) -> list[str]:
         f"{name}: {len(found)} calls, best / None at least {min(found):.3f}, mean {geometric_mean(found):.3f}"
         for name, found in groups.items()
     ]
-    below = sorted((result for result in measured if ratio(result) < BAR), key=ratio)
+    behind = sorted(filter(is_behind, measured), key=ratio)
     others = (result for result in results.shapes if not is_measured(result))
-    lines += [line for result in (*below, *others) for line in result_lines(result)]
+    lines += [line for result in (*behind, *others) for line in result_lines(result)]
     ratios = [ratio(result) for result in measured]
     least = f", the least ratio {min(ratios):.3f}, their mean {geometric_mean(ratios):.3f}" if ratios else ""
-    lines.append(f"{len(measured)} of {len(results.shapes)} calls measured, {len(below)} below {BAR}{least}")
-    return [*lines, f"{sum(map(is_behind, measured))} more than 3 % and 0.5 µs behind the fastest"]
+    told = f"{len(behind)} more than 3 % and 0.5 µs behind the fastest"
+    return [*lines, f"{len(measured)} of {len(results.shapes)} calls measured, {told}{least}"]

@@ -155,8 +155,8 @@ def _choice(
 ) -> None:
     """Measure whether calls that name no implementation take the fastest one, at random sizes.
 
-    Needs an NVIDIA GPU. Exits with 0 if no call is more than 2 % slower than the operation's best implementation, 1 if
-    one is or something failed, 2 on bad input or no GPU.
+    Needs an NVIDIA GPU. Exits with 0 if no call is more than 3 % and 0.5 µs slower than the operation's best
+    implementation, 1 if one is or something failed, 2 on bad input or no GPU.
     """
     from pallas_kernels import REGISTRY
     from xlafuse.bench.choice import is_kept

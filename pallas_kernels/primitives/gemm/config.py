@@ -154,7 +154,7 @@ def estimated_us(
 
     The kernel takes as long as its waves of tiles, or as its bytes. XLA's product takes as long as its operations or
     bytes, whatever its tiles, and what XLA does not fuse is another pass over the product. The rates were set
-    by hand from calls on an H200; `scripts/check_product_costs.py` compares the estimates with what was measured.
+    by hand from calls on an H200; `xlafuse bench choice` measures whether they choose the faster one.
 
     products: how many, each with `outputs` columns. read_bytes, written_bytes: of what the epilogue reads, and of the
     result. is_fused: whether XLA's product writes the result.
