@@ -5,8 +5,8 @@
     scripts/read_counters.py -o FILE --study softmax [--match CASE]  # adds a part to the study's result
 
 Each case is OPERATION:PHASE:SPEC[:IMPLEMENTATION], SPEC a benchmark spec by its whole name, IMPLEMENTATION "mosaic"
-unless said, a peer ("fa4"), or for a forward pass one of the operation's kernel variants. One line a
-launch is printed, and FILE gets all counters as JSON. Clocks are left as they are.
+unless said, or a peer ("fa4"). One line a launch is printed, and FILE gets all counters as JSON. Clocks are left as
+they are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
 _SEPARATOR = "wrapped_tan"
 """The kernel XLA makes of `jnp.tan`: stands between two cases in Nsight Compute's list."""
 
@@ -33,8 +32,6 @@ _STALLS = (
     *("wait", "dispatch_stall", "no_instruction", "not_selected", "membar", "gmma"),
 )
 _PIPES = ("alu", "fma", "xu", "lsu")
-_TENSOR = "pipe_tensor_percent"
-"""Share of the time that the tensor cores multiply; not every version of Nsight Compute has it for every GPU."""
 METRICS = {
     "us": "gpu__time_duration.sum",
     "sm_cycles": "sm__cycles_elapsed.avg",
@@ -53,7 +50,7 @@ METRICS = {
     "blocks_by_shared_memory": "launch__occupancy_limit_shared_mem",
     "shared_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
     "l2_hit_percent": "lts__t_sector_hit_rate.pct",
-    _TENSOR: "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "pipe_tensor_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     **{f"pipe_{pipe}_percent": f"sm__inst_executed_pipe_{pipe}.avg.pct_of_peak_sustained_active" for pipe in _PIPES},
     **{f"stall_{name}": f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in _STALLS},
 }
@@ -77,7 +74,7 @@ def main() -> None:
     elif arguments.output:
         from xlafuse.bench.environment import commit, gpu_state
 
-        document = {"schema_version": SCHEMA, "read_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}", "commit": commit()}
+        document = {"schema_version": 1, "read_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}", "commit": commit()}
         document |= {"device": gpu_state().get("gpu", ""), "launches": rows}
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
     for row in rows:
@@ -116,29 +113,23 @@ def study_part(name: str, rows: list[dict[str, Any]]) -> str:
 
 def read(cases: list[str]) -> list[dict[str, Any]]:
     """One row a launch, in the cases' order. Raises RuntimeError with Nsight Compute's words when it fails."""
-    done = _profiled(list(METRICS.values()), cases)
-    if "Failed to find metric" in done.stdout + done.stderr:
-        done = _profiled([metric for name, metric in METRICS.items() if name != _TENSOR], cases)
+    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
+    command += ["--metrics", ",".join(METRICS.values()), sys.executable, __file__, "--run", *cases]
+    done = subprocess.run(command, capture_output=True, text=True)
     table = done.stdout[done.stdout.find('"ID"') :]
     if done.returncode or not table.startswith('"ID"'):
         raise RuntimeError(f"ncu ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     sys.stderr.write(done.stderr)
-    rows, case = [], 0
-    _, *launches = csv.DictReader(io.StringIO(table))  # the first row holds units
-    units = next(csv.DictReader(io.StringIO(table)))
+    rows, left = [], iter(cases)
+    case = next(left)
+    units, *launches = csv.DictReader(io.StringIO(table))  # the first row holds units
     for launched in launches:
         if launched["Kernel Name"].startswith(_SEPARATOR):
-            case += 1
+            case = next(left, "")
             continue
-        values = {name: _number(launched.get(metric), units.get(metric)) for name, metric in METRICS.items()}
-        rows.append({"case": cases[case], "kernel": launched["Kernel Name"], **values})
+        values = {name: _number(launched[metric], units[metric]) for name, metric in METRICS.items()}
+        rows.append({"case": case, "kernel": launched["Kernel Name"], **values})
     return rows
-
-
-def _profiled(metrics: list[str], cases: list[str]) -> subprocess.CompletedProcess[str]:
-    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
-    command += ["--metrics", ",".join(metrics), sys.executable, __file__, "--run", *cases]
-    return subprocess.run(command, capture_output=True, text=True)
 
 
 def launch(cases: list[str]) -> None:
@@ -168,7 +159,6 @@ def compiled(text: str) -> Callable[[], Any]:
     import jax
 
     from pallas_kernels import get_op, testing
-    from pallas_kernels.specs import plain
     from xlafuse.bench import peers
     from xlafuse.bench.candidates import callable_of
 
@@ -179,14 +169,11 @@ def compiled(text: str) -> Callable[[], Any]:
     spec = next(s for s in op.tagged("bench") if s.name == wanted)
     case = testing.make_case(op, spec, 0)
     chosen = implementation[0] if implementation else "mosaic"
-    variants = op.variants("forward", plain(case.arguments)) if phase == "forward" else {}
     inputs = (case.arguments,) if phase == "forward" else (case.arguments, case.cotangents)
     wait = jax.block_until_ready
     if chosen in peers.PEERS and chosen not in peers.OF_THE_OPERATION:
         candidate, _ = peers.load(chosen).candidate(name, phase, [case])
         call, inputs, wait = candidate.call, candidate.inputs[0], candidate.wait
-    elif chosen in variants:
-        call = jax.jit(lambda arguments: variants[chosen](**plain(arguments)))
     else:
         call = jax.jit(callable_of(op, phase, chosen))
     wait(call(*inputs))
@@ -209,27 +196,20 @@ def _compiled_variant(study: str, name: str, variant: str) -> Callable[[], Any]:
 
 def line(row: dict[str, Any]) -> str:
     """The row's most telling counters."""
-    stalls = sorted(((row[f"stall_{n}"] or 0, n) for n in _STALLS), reverse=True)[:3]
-    pipes = " ".join(f"{pipe} {row[f'pipe_{pipe}_percent'] or 0:.0f}" for pipe in (*_PIPES, "tensor"))
-    return (
-        f"{row['case']}  {str(row['kernel'])[:40]}: {row['us']:.1f} µs, dram {row['dram_percent']:.0f} %, "
-        f"{((row['read_bytes'] or 0) + (row['written_bytes'] or 0)) / 1e6:.0f} MB, issue {row['issue_percent']:.0f} %, "
-        f"warps {row['warps_percent']:.0f} %, SMs {row['sm_active_percent']:.0f} %, {row['registers']:.0f} registers, "
-        f"{row['grid']:.0f}x{row['block']:.0f}; pipes % {pipes}; stalls "
-        + ", ".join(f"{name} {value:.1f}" for value, name in stalls)
-    )
+    shown = {name: row[name] or 0 for name in ("us", "dram_percent", "issue_percent", "warps_percent", "registers")}
+    shown |= {f"stall {name}": row[f"stall_{name}"] or 0 for name in _STALLS if (row[f"stall_{name}"] or 0) > 0.5}
+    return f"{row['case']}  {str(row['kernel'])[:40]}: {', '.join(f'{n} {value:.1f}' for n, value in shown.items())}"
 
 
-_SCALE = {"nsecond": 1e-3, "ns": 1e-3, "usecond": 1.0, "us": 1.0, "msecond": 1e3, "ms": 1e3}
-_BYTES = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+_SCALE = {"nsecond": 1e-3, "ns": 1e-3, "msecond": 1e3, "ms": 1e3, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+"""Of microseconds and bytes."""
 
 
-def _number(text: str | None, unit: str | None) -> float | None:
+def _number(text: str, unit: str) -> float | None:
     try:
-        value = float((text or "").replace(",", ""))
+        return float(text.replace(",", "")) * _SCALE.get(unit, 1.0)
     except ValueError:
         return None
-    return value * _SCALE.get(unit or "", _BYTES.get(unit or "", 1.0))
 
 
 if __name__ == "__main__":
