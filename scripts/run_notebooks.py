@@ -1,6 +1,6 @@
 """Runs the notebooks: each `notebooks/*.py` (jupytext, percent format) becomes an executed `.ipynb` beside it.
 
-usage: run_notebooks.py [--check] [NAME ...]    --check writes nothing, and fails where kept text is another
+usage: run_notebooks.py [NAME ...]
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ def difference(executed: nbformat.NotebookNode, kept: Path) -> str:
 def main() -> int:
     """Runs the notebooks named, or all; returns how many failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="execute and compare, write nothing")
     parser.add_argument("names", nargs="*", help="without .py; all if none is given")
     arguments = parser.parse_args()
     failed = 0
@@ -69,13 +68,7 @@ def main() -> int:
             print(f"{source.name}: FAILED\n{error}", file=sys.stderr)
             failed += 1
             continue
-        kept = source.with_suffix(".ipynb")
-        if arguments.check:
-            changes = difference(notebook, kept)
-            print(changes, end="\n" if changes else "")
-            failed += bool(changes)
-        else:
-            nbformat.write(notebook, kept)
+        nbformat.write(notebook, source.with_suffix(".ipynb"))
         size = len(nbformat.writes(notebook)) / 1e3
         print(f"{source.name}: {len(notebook.cells)} cells in {time.perf_counter() - start:.1f} s, {size:.0f} kB")
     return failed

@@ -113,16 +113,12 @@ def equinox_gru(folder: Path, dtype: Any, sizes: Stack) -> Program:
 
     width, length, batch = sizes.width, sizes.length, sizes.batch
 
-    def make(key: jax.Array) -> Any:
+    def model(key: jax.Array) -> Any:
         first, second = jax.random.split(key)
-        return eqx.filter((eqx.nn.GRUCell(width, width, key=first), eqx.nn.Linear(width, 1, key=second)), eqx.is_array)
+        return eqx.nn.GRUCell(width, width, key=first), eqx.nn.Linear(width, 1, key=second)
 
-    _, static = eqx.partition(
-        eqx.filter_eval_shape(
-            lambda key: (eqx.nn.GRUCell(width, width, key=key), eqx.nn.Linear(width, 1, key=key)), jax.random.key(0)
-        ),
-        lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct),
-    )
+    abstract = eqx.filter_eval_shape(model, jax.random.key(0))
+    static = eqx.partition(abstract, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))[1]
 
     def forward(params: Any, sequences: jax.Array, _: jax.Array) -> jax.Array:
         cell, head = eqx.combine(params, static)
@@ -137,5 +133,10 @@ def equinox_gru(folder: Path, dtype: Any, sizes: Stack) -> Program:
         return optax.sigmoid_binary_cross_entropy(forward(params, sequences, labels), labels).mean()
 
     labels = (normal(batch) > 0).astype(jnp.float32)
-    size = f"{batch} x {length} steps, width {width}"
-    return Program(size=size, init=make, batch=(normal(batch, length, width), labels), forward=forward, loss=loss)
+    return Program(
+        size=f"{batch} x {length} steps, width {width}",
+        init=lambda key: eqx.filter(model(key), eqx.is_array),
+        batch=(normal(batch, length, width), labels),
+        forward=forward,
+        loss=loss,
+    )

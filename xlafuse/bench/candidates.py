@@ -91,7 +91,7 @@ def timed(
         memory runs out, is a problem of the `baseline`.
     settings: has `rounds` and `calls`. wall_seconds, by_gpu: see `time_candidates`.
     """
-    start, problems = time.monotonic(), []
+    start, problems = time.monotonic(), list(result.problems)
     try:
         candidates = make(problems)
     except Exception as error:  # the other shapes are worth having

@@ -28,7 +28,7 @@ import numpy as np
 
 from hlo_analysis.targets.peaks import PEAKS
 from xlafuse.bench.block import batch_and_length, flops
-from xlafuse.bench.candidates import checked, timed
+from xlafuse.bench.candidates import checked, problem_of, timed
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, ShapeResult
 from xlafuse.bench.settings import MeshSettings
@@ -65,9 +65,12 @@ def bench_mesh(item: str, settings: MeshSettings, sampler: Sampler | None = None
         candidates=(),
     )
     peers: list[Measured] = []
-    made: Any = partial(_candidates, config, shape, phase, layout, settings)
-    if "torch_fsdp" in settings.peers and (phase, parallel) == ("train", "fsdp"):
-        made = partial(_after_torch, config, shape, len(devices), settings, peers, made)
+    if "torch_fsdp" in settings.peers and (phase, parallel) == ("train", "fsdp"):  # before the others, alone
+        try:
+            peers.append(_torch(config, shape, len(devices), settings))
+        except Exception as error:  # the others are worth having
+            result = replace(result, problems=(problem_of("torch_fsdp", error),))
+    made = partial(_candidates, config, shape, phase, layout, settings)
     result = timed(result, made, settings, sampler, baseline=settings.strategies[0], by_gpu=False)
     batch, length = batch_and_length(shape)
     work = _flops(config, (batch, length), phase) / len(devices)
@@ -208,21 +211,6 @@ def _train(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Star
         return call, lambda: [call()]
 
     return start
-
-
-def _after_torch(
-    config: DecoderConfig,
-    shape: str,
-    devices: int,
-    settings: MeshSettings,
-    peers: list[Measured],
-    make: Callable[[list[Problem]], list[Candidate]],
-    problems: list[Problem],
-) -> list[Candidate]:
-    """Returns the other candidates, after PyTorch's step has run, whose times join `peers`."""
-    made = checked({"torch_fsdp": lambda: (_torch(config, shape, devices, settings), None)}, problems)  # pyright: ignore
-    peers += made  # pyright: ignore
-    return make(problems)
 
 
 def _torch(config: DecoderConfig, shape: str, devices: int, settings: MeshSettings) -> Measured:

@@ -22,8 +22,8 @@ from xlafuse.bench.timing import Candidate
 from xlafuse.errors import UnknownNameError
 
 _MODULES = {
-    "torch_compile": "torch_ops",
-    "torch_eager": "torch_ops",
+    "torch_compile": "torch_functions",
+    "torch_eager": "torch_functions",
     "liger": "liger",
     "cudnn": "jax_attention",
     "jla": "jax_attention",

@@ -1,14 +1,18 @@
-"""The operations in plain PyTorch, as users write them and torch.compile compiles them; float32 between the casts."""
+"""The operations in plain PyTorch, as users write them, run eagerly or by torch.compile; float32 between the casts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
+import torch._dynamo  # pyright: ignore[reportMissingImports]
+import torch._functorch.config  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
-from xlafuse.bench.peers.tensors import Function, Prepare
+from pallas_kernels.testing import Case
+from xlafuse.bench.peers.tensors import Function, Prepare, backward_candidate, forward_candidate, unchanged
+from xlafuse.bench.timing import Candidate
 
 ACTIVATIONS: Mapping[str, Callable[[Any], Any]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -220,8 +224,17 @@ PREPARE: Mapping[str, Prepare] = {"qkv_projection": with_projection_angles}
 """Changes to the arguments, made outside the timing."""
 
 
-def get_function(name: str) -> Function:
-    """Returns the operation called `name`; raises NotImplementedError if it is not written in PyTorch here."""
-    if name not in FUNCTIONS:
-        raise NotImplementedError(f"no {name} in PyTorch here, only {', '.join(FUNCTIONS)}")
-    return FUNCTIONS[name]
+def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
+    """Returns the candidate and its first results; see `xlafuse.bench.peers`."""
+    if operation not in FUNCTIONS:
+        raise NotImplementedError(f"no {operation} in PyTorch here, only {', '.join(FUNCTIONS)}")
+    function, prepare = FUNCTIONS[operation], PREPARE.get(operation, unchanged)
+    if name == "torch_compile":
+        # Makes shapes compile-time constants, as in XLA; a second shape of the same function would become dynamic.
+        torch._dynamo.reset()
+        function = torch.compile(function, dynamic=False, fullgraph=True)
+    if phase == "forward":
+        return forward_candidate(name, function, cases, prepare)
+    # The graph of one forward pass runs backward many times, so that its buffers must not be donated.
+    with torch._functorch.config.patch(donated_buffer=False):
+        return backward_candidate(name, function, cases, prepare)
