@@ -34,6 +34,8 @@ from hlo_analysis import Analysis, analyze, capture
 from hlo_analysis.capture.cudnn import answer_cudnn_checks
 from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
 from hlo_analysis.targets import load_target
+from xlafuse.bench.results import markdown_table
+from xlafuse.bench.tables import place
 from xlafuse.catalogue import KERNELS
 from xlafuse.fusion import Report, fuse
 from xlafuse.fusion.evaluate import evaluate
@@ -82,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results = {each.name: results[each.name] for each in MODELS if each.name in results}
             options.results.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if options.results == RESULTS:
-        PAGE.write_text(page(results), encoding="utf-8")
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
     worse = [f"{name} {part}" for name, found in results.items() for part in PARTS[1:] if is_worse(found.get(part, {}))]
     if worse:
         print(f"fuse makes these worse in bytes or estimated time: {', '.join(worse)}")
@@ -252,128 +254,75 @@ def disturbed(params: Any) -> Any:
     return jax.tree.map(moved, params)
 
 
-def page(results: dict[str, Any]) -> str:
-    """Returns the document of the results."""
-    rows = [_row(name, part, found[part]) for name, found in results.items() for part in PARTS[1:] if part in found]
-    sources = [f"| {name} | {found['source']} | {found.get('size', '')} |" for name, found in results.items()]
-    checks = [f"| {name} | {_check(found.get('numerics'))} |" for name, found in results.items()]
+def page(text: str, results: dict[str, Any]) -> str:
+    """Returns the document with the tables of the results."""
     refused: collections.Counter[str] = collections.Counter()
     for found in results.values():
         refused.update(found.get("gradient", {}).get("refused", {}))
-    reasons = [f"| {operation} | {reason} | {count} |" for operation, reason, count in _reasons(refused)]
-    return _PAGE.format(
-        most=MOST_REASONS,
-        rows="\n".join(rows),
-        real="\n".join(_real_rows(results)),
-        sources="\n".join(sources),
-        checks="\n".join(checks),
-        reasons="\n".join(reasons),
-    )
+    reasons = [
+        [*each.replace("|", "\\|").partition(": ")[::2], str(count)]
+        for each, count in refused.most_common(MOST_REASONS)
+    ]
+    heads = ("sites left to XLA", "refused", "launches", "MB", "estimated µs")
+    tables = {
+        "programs": (("model", "program", "kernels", *heads), "lllrrrrr", _programs(results)),
+        "times": (
+            ("model", "program", "size", "GPU", "XLA, ms", "`fuse`, ms", "gain", "torch.compile, ms", "over `fuse`"),
+            "llllrrrrr",
+            _times(results),
+        ),
+        "errors": (
+            ("model", "rule", "error", "error of the program as it is", "median ratio"),
+            "llrrr",
+            ([name, *_check(found.get("numerics"))] for name, found in results.items()),
+        ),
+        "reasons": (("operation", "reason", "lines"), "llr", reasons),
+        "sources": (
+            ("model", "source", "size"),
+            "lll",
+            ([name, found["source"], found.get("size", "")] for name, found in results.items()),
+        ),
+    }
+    for marker, (header, align, rows) in tables.items():
+        text = place(text, markdown_table(header, rows, align), marker)
+    return text
 
 
-def _row(name: str, part: str, found: dict[str, Any]) -> str:
-    kernels = ", ".join(f"{count} {operation}" for operation, count in found["taken"].items()) or "none"
-    launches = megabytes = estimated = "not compiled"
-    if "before" in found:
-        before, after = found["before"], found["after"] or found["before"]
-        launches = f"{before['launches']} → {after['launches']}"
-        megabytes = f"{before['bytes'] / 1e6:,.0f} → {after['bytes'] / 1e6:,.0f}"
-        estimated = f"{before['us']:,.0f} → {after['us']:,.0f}{', worse' if is_worse(found) else ''}"
-    left, refused = (sum(found[outcome].values()) for outcome in ("left", "refused"))
-    return f"| {name} | {part} | {kernels} | {left} | {refused} | {launches} | {megabytes} | {estimated} |"
+def _programs(results: dict[str, Any]) -> Iterator[list[str]]:
+    for name, part, found in (
+        (n, part, each[part]) for n, each in results.items() for part in PARTS[1:] if part in each
+    ):
+        kernels = ", ".join(f"{count} {operation}" for operation, count in found["taken"].items()) or "none"
+        cells = ["not compiled"] * 3
+        if before := found.get("before"):
+            after = found["after"] or before
+            scales = {"launches": 1, "bytes": 1e-6, "us": 1}
+            cells = [f"{before[key] * scale:,.0f} → {after[key] * scale:,.0f}" for key, scale in scales.items()]
+            cells[-1] += ", worse" if is_worse(found) else ""
+        left, refused = (sum(found[outcome].values()) for outcome in ("left", "refused"))
+        yield [name, part, kernels, str(left), str(refused), *cells]
 
 
-def _real_rows(results: dict[str, Any]) -> Iterator[str]:
-    for name, found in results.items():
-        step = found.get("step", {})
+def _times(results: dict[str, Any]) -> Iterator[list[str]]:
+    for name, step in ((name, found.get("step", {})) for name, found in results.items()):
         if real := step.get("real"):
-            before, after = real["before"]["wall_us"] / 1e3, real["after"]["wall_us"] / 1e3
-            times = f"{before:.1f} | {after:.1f} | {before / after:.2f}"
+            before, after = (real[which]["wall_us"] / 1e3 for which in ("before", "after"))
             peer = step.get("torch", {})
             is_alike = bool(peer) and real["gpu"] == peer["gpu"] and real["size"].startswith(peer["size"])
-            other = peer["wall_us"] / 1e3 if is_alike else None
-            times += f" | {other:.1f} | {other / after:.2f}" if other else " | | "
-            yield f"| {name} | step | {real['size']} | {real['gpu']} | {times} |"
+            cells = [f"{before:.1f}", f"{after:.1f}", f"{before / after:.2f}"]
+            cells += [f"{(other := peer['wall_us'] / 1e3):.1f}", f"{other / after:.2f}"] if is_alike else ["", ""]
+            yield [name, "step", real["size"], real["gpu"], *cells]
 
 
-def _check(numerics: dict[str, Any] | None) -> str:
+def _check(numerics: dict[str, Any] | None) -> list[str]:
     if not numerics:
-        return "not checked | | | "
-    verdict = "kept" if numerics["passed"] else "broken"
-    errors = " | ".join(f"{numerics[name]:.2g}" for name in ("error", "baseline_error"))
-    return f"{verdict}, against {numerics['reference']} | {errors} | {numerics['median_ratio']:.2f}"
+        return ["not checked", "", "", ""]
+    errors = [f"{numerics[name]:.2g}" for name in ("error", "baseline_error")]
+    rule = f"{'kept' if numerics['passed'] else 'broken'}, against {numerics['reference']}"
+    return [rule, *errors, f"{numerics['median_ratio']:.2f}"]
 
 
 MOST_REASONS = 15
-
-
-def _reasons(refused: collections.Counter[str]) -> list[tuple[str, str, int]]:
-    split = ((*text.partition(": ")[::2], count) for text, count in refused.most_common(MOST_REASONS))
-    return [(operation, reason.replace("|", "\\|"), count) for operation, reason, count in split]
-
-
-_PAGE = """# Public models
-
-`scripts/public_models` runs `xlafuse.fuse` on public models as they are published, and writes this page from
-`notebooks/results/public_models.json`. Launches and bytes (HBM traffic, MB) are counted in programs compiled for the
-H200 without a GPU; "before" is XLA, "after" is the same program through `fuse` with no allowances.
-
-- Sizes are small: one layer or two levels, at a vocabulary of up to 32,000. A program "not compiled" had its sites
-  counted only. Where `fuse` moves over 0.5 % more bytes or is estimated to take over 0.5 % longer, it says "worse":
-  Griffin's kernels read a residual that XLA adds up again in each reader, two norms of the Evoformer inputs that XLA
-  casts on the way.
-- The rows were compiled before `fuse` took rotations by tables of whole heads, gates with biases and norms of sums with
-  dropout; those of lm1b, griffin, evoformer and graphnet, and of haiku_lm's, vit's, lstm's and unet's gradient and
-  step, with yet earlier rules and estimates.
-- Most of what `fuse` refuses, XLA fuses with its neighbours. Recurrent cells gain nothing.
-- Numerics are checked at smaller sizes on the CPU, where operations run by their XLA references: this tests what `fuse`
-  replaces, not the kernels, which have tests of their own.
-
-| model | program | kernels | sites left to XLA | refused | launches | MB | estimated µs |
-| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |
-{rows}
-
-## At real sizes
-
-Wall clock of a call among several in flight, both programs in turns on one GPU, one run; `--times LAYERS` repeats
-it. Sizes are the published ones, with fewer layers. PyTorch runs the same models of transformers by
-`torch.compile`, float32 weights under bfloat16 autocast, in processes of their own (`torch_times.py`); beside experts
-of Gemma 4, Qwen 3's of the same sizes. siglip's text tower computes in float32, as published.
-
-| model | program | size | GPU | XLA, ms | `fuse`, ms | gain | torch.compile, ms | over `fuse` |
-| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |
-{real}
-
-## Errors of loss and gradients
-
-The rule: in each array, the error is at most twice that of the program as it is, plus one unit in the last place. The
-table has the errors of the array that comes closest to breaking it, or breaks it, and the median of the ratio over all
-arrays. Where a model has random masks that another precision would draw differently, the reference is in float32.
-graphnet is checked without dropout.
-
-experts breaks the rule in one array of one draw of the parameters, the scale of a norm. Of two other draws, one keeps
-it and one breaks it in the loss, where the program as it is errs by 0.000012 by chance and the fused one by 0.00025.
-
-| model | rule | error | error of the program as it is | median ratio |
-| --- | --- | ---: | ---: | ---: |
-{checks}
-
-## Why sites are refused
-
-The {most} commonest reasons in the programs of the gradients, each line of a model once.
-
-| operation | reason | lines |
-| --- | --- | ---: |
-{reasons}
-
-## Sources
-
-Packages that load data are replaced by stand-ins while an example is imported. Nothing else of a model is changed.
-
-| model | source | size |
-| --- | --- | --- |
-{sources}
-"""
 
 
 if __name__ == "__main__":
