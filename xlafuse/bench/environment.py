@@ -136,33 +136,20 @@ class Sampler:
     """Collects nvidia-smi's samples; `sampling` feeds it."""
 
     def __init__(self) -> None:
-        self._samples: list[tuple[float, dict[str, float]]] = []
+        self._samples: list[tuple[float, list[str]]] = []
 
     def feed(self, line: str, now: float) -> None:
-        """Stores a line of numbers that arrived at `now` (`time.monotonic`); skips other lines."""
-        words = line.split(",")
-        if len(words) != len(_SAMPLED):
-            return
-        values = {}
-        for name, word in zip(_SAMPLED.values(), words, strict=True):
-            with contextlib.suppress(ValueError):  # "[N/A]"
-                values[name] = float(word)
-        self._samples.append((now, values))
+        """Stores a line that arrived at `now` (`time.monotonic`)."""
+        self._samples.append((now, line.split(",")))
 
     def since(self, start: float) -> Activity:
         """Summarizes the samples that arrived after `start` (`time.monotonic`)."""
-        samples = [values for now, values in list(self._samples) if now >= start]
-        columns: Mapping[str, Sequence[float]] = {
-            name: [values[name] for values in samples if name in values] for name in _SAMPLED.values()
-        }
-        return Activity(
-            samples=len(samples),
-            quantities={
-                name: Spread(least=min(column), median=statistics.median(column), most=max(column))
-                for name, column in columns.items()
-                if column
-            },
-        )
+        rows = [words for now, words in list(self._samples) if now >= start and len(words) == len(_SAMPLED)]
+        quantities = {}
+        for name, column in zip(_SAMPLED.values(), zip(*rows, strict=True), strict=False):
+            if known := [float(word) for word in column if not word.strip().startswith("[")]:  # "[N/A]"
+                quantities[name] = Spread(least=min(known), median=statistics.median(known), most=max(known))
+        return Activity(samples=len(rows), quantities=quantities)
 
 
 @contextlib.contextmanager
@@ -188,12 +175,10 @@ def sampling() -> Iterator[Sampler]:
             sampler.feed(line, time.monotonic())
 
     reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        yield sampler
-    finally:
-        process.terminate()
-        reader.join(timeout=5)
-        process.wait(timeout=5)
-        if process.stdout is not None:
-            process.stdout.close()
+    with process:
+        reader.start()
+        try:
+            yield sampler
+        finally:
+            process.terminate()
+            reader.join(timeout=5)
