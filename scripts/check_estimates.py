@@ -67,8 +67,6 @@ class Accuracy:
     """Of the same over the wall clock of one call of many in flight."""
     roofline: float
     """The roofline of all launches over their measured time, for comparison."""
-    far: tuple[str, ...]
-    """Launches whose estimates are not close, the longest first."""
 
 
 def compared(batch: int, length: int, mode: str) -> Comparison:
@@ -98,10 +96,6 @@ def accuracy(strategy: str, analysis: Analysis) -> Accuracy:
         total=analysis.estimated_us / (measured.kernel_us + (measured.gap_us or 0)),
         wall=analysis.estimated_us / measured.wall_us,
         roofline=analysis.roofline_us / measured.kernel_us,
-        far=tuple(
-            f"{launch.name} ({launch.kind}) {launch.estimated_us:.1f} of {us:.1f} us"
-            for launch, us in sorted(far, key=lambda item: -item[1])
-        ),
     )
 
 
@@ -171,7 +165,6 @@ def print_models() -> None:
             f"| {'among the first 3' if is_named else 'not among them'} |",
             flush=True,
         )
-        print(f"far off in {file.stem}: {'; '.join(row.far[:5])}", file=sys.stderr)
     for use, found in rows.items():
         walls = [max(row.wall, 1 / row.wall) for row, *_ in found]
         close = [row.close is not None and row.close >= 0.9 for row, *_ in found]
@@ -287,8 +280,6 @@ def main() -> int:
                 f"| {row.roofline:.2f} | {right} |",
                 flush=True,
             )
-            if row.far:
-                print(f"far off in {name}: {'; '.join(row.far[:5])}", file=sys.stderr)
     return 0
 
 

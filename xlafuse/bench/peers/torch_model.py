@@ -20,7 +20,7 @@ import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportMissingImports]
 
 from xlafuse.bench.peers.tensors import candidate_of, to_jax, to_torch
-from xlafuse.bench.peers.torch_block import Attend, block, own_attention, tables_of, transposed
+from xlafuse.bench.peers.torch_block import Attend, block, tables_of, transposed
 from xlafuse.bench.timing import Candidate
 from xlafuse.models.decoder import DecoderConfig
 
@@ -56,12 +56,14 @@ class State:
 
 def shared_state(config: DecoderConfig, phase: str, arguments: tuple[Any, ...], room: int) -> State:
     """Copies a phase's arguments into tensors; see `xlafuse.bench.model`."""
+    if phase == "prefill":
+        raise NotImplementedError("the prefill of a cache is not written in PyTorch here")
     params, *rest = arguments
     torch._dynamo.reset()  # once for all peers of a phase: forgets what was compiled before
     torch.cuda.empty_cache()
     tokens = to_torch(rest[-1] if phase == "train" else rest[0]).long()
     caches, start, most = [], 0, tokens.shape[1]
-    if phase in ("prefill", "decode"):
+    if phase == "decode":
         caches = [tuple(_heads_first(each) for each in layer) for layer in _layers(config, rest[1])]
         start, most = int(rest[2]), caches[0][0].shape[2]
     weights: dict[str, Any] = {name: to_torch(leaf) for name, leaf in params.items() if name not in ("layers", "head")}
@@ -98,9 +100,7 @@ def candidate(
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, mode=compile_mode, dynamic=False, fullgraph=True) if compile_mode else function
 
-    call = {"forward": _forward, "train": _train, "prefill": _prefill, "decode": _decode}[phase](
-        config, state, compiled
-    )
+    call = {"forward": _forward, "train": _train, "decode": _decode}[phase](config, state, compiled)
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     made, results = candidate_of(name, call, [()])
@@ -126,20 +126,6 @@ def _forward(config: DecoderConfig, state: State, compiled: Compile) -> Callable
     def call():
         with torch.no_grad():
             return (run(state.weights, state.tokens, state.positions),)
-
-    return call
-
-
-def _prefill(config: DecoderConfig, state: State, compiled: Compile) -> Callable[[], tuple[Any, ...]]:
-    def step(weights, tokens, positions, caches):
-        attends = [_attend_prompt(config, cache) for cache in caches]
-        return _next(weights, _hidden(config, weights, tokens, positions, state.tables, attends=attends))
-
-    run = compiled(step)
-
-    def call():
-        with torch.no_grad():
-            return (run(state.weights, state.tokens, state.positions, state.caches),)
 
     return call
 
@@ -219,17 +205,6 @@ def _hidden(
 def _next(weights: Mapping[str, Any], x: Any) -> Any:
     """Returns the likeliest token after the last one, (batch, 1)."""
     return torch.argmax(F.linear(x[:, -1:], weights["head"]), -1)
-
-
-def _attend_prompt(config: DecoderConfig, cache: tuple[Any, Any]) -> Attend:
-    key_cache, value_cache = cache
-
-    def attend(query, key, value):
-        key_cache[:, :, : key.shape[2]] = key
-        value_cache[:, :, : value.shape[2]] = value
-        return own_attention(config.block)(query, key, value)
-
-    return attend
 
 
 def _attend_cached(config: DecoderConfig, cache: tuple[Any, Any], positions: Any, seen: Any) -> Attend:
