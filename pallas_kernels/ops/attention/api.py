@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -20,7 +19,7 @@ from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.exponents import LOWEST_SCORE
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16")
@@ -155,13 +154,8 @@ def attention(
         return attention_reference(query, key, value, return_residuals=return_residuals, **vars(options))
     if chosen == "cudnn":
         return cudnn_attention(query, key, value, options)
-    extras = extras_of(problem, options)
-    operands = jax.tree.leaves((query, key, value, extras))
-    # Each varies over the mesh axes of all, so that shard_map sums its gradient over them.
-    arrays = [varying_like(array, *operands) for array in (query, key, value)]
-    differentiated = {"bias": extras.bias, "sinks": extras.sinks}
-    extras = replace(extras, **{n: varying_like(a, *operands) for n, a in differentiated.items() if a is not None})
-    out, lse = _mosaic(problem, return_residuals, *arrays, extras)  # pyright: ignore[reportGeneralTypeIssues]
+    operands = varying_alike((query, key, value, extras_of(problem, options)))
+    out, lse = _mosaic(problem, return_residuals, *operands)  # pyright: ignore[reportGeneralTypeIssues]
     out, lse = averaged(problem, out, lse, value)
     if not return_residuals:
         return out

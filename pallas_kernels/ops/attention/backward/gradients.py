@@ -54,12 +54,11 @@ def attention_backward(
         config: None: the measured best, else the default.
     """
     extras = extras or Extras()
-    operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
     config = config or tuned_backward(problem)
     rows = rows_of(_base_2(lse, extras, problem), out, lse, dout, dlse, TILE)
     inputs = Inputs(query, key, value, dout, rows, {})
     # JAX's warps accept no array that varies over the devices of `jax.shard_map`.
-    varies = any(jax.typeof(operand).manual_axis_type.varying for operand in operands)
+    varies = jax.typeof(query).manual_axis_type.varying
     if config.queries is None and varies and has_warps_apart(problem):
         config = two_kernels(problem)
     if config.queries is None:
@@ -73,11 +72,11 @@ def attention_backward(
         dk, dv = key_gradients(
             inputs._replace(extras=by_keys), problem=problem, forms=problem.forms, config=config.keys
         )
-    dquery, dkey, dvalue = (varying_like(gradient, *operands) for gradient in (dq, dk, dv))
+    dquery, dkey, dvalue = (varying_like(gradient, query) for gradient in (dq, dk, dv))
     dbias = None
     if dscores is not None:
         assert extras.bias is not None
-        dscores = varying_like(dscores[:, :, : query.shape[1], : key.shape[1]], *operands)
+        dscores = varying_like(dscores[:, :, : query.shape[1], : key.shape[1]], query)
         axes = tuple(axis for axis, size in enumerate(extras.bias.shape) if size == 1)
         dbias = jnp.sum(dscores, axis=axes, keepdims=True).astype(extras.bias.dtype)
     if problem.masking.keys == 1 and dlse is None and extras.sinks is None:
@@ -88,7 +87,7 @@ def attention_backward(
         # A sink has no value, so that its weight's gradient is -delta alone.
         base_2, delta = (rows[:, :, i, : lse.shape[2]] for i in (0, 1))
         weights = jnp.exp2(extras.sinks[:, None] * LOG2_E - base_2)
-        dsinks = varying_like(-jnp.sum(weights * delta, axis=(0, 2)), *operands)
+        dsinks = varying_like(-jnp.sum(weights * delta, axis=(0, 2)), query)
     return dquery, dkey, dvalue, Extras(bias=dbias, sinks=dsinks)
 
 

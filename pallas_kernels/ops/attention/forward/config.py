@@ -47,7 +47,7 @@ class ForwardConfig:
     queries_in_registers: bool = False
     ping_pong: bool = True
     is_persistent: bool = True
-    own_output: bool = False
+    own_output: bool = True
     output_parts: int = 1
     memory_registers: int = 40
     compute_registers: int = 232
@@ -97,32 +97,29 @@ def _of_two_warpgroups(problem: Problem) -> ForwardConfig:
     """The form of two warpgroups that has registers for the problem's features; each holds some beside the scores."""
     masking, size, features = problem.masking, problem.head_size, problem.features + (problem.masking.left is not None)
     is_large, narrows = size > 128, problem.value_size < size
-    few = ForwardConfig(columns=64, is_persistent=False, own_output=narrows)  # which has the layout of values, not keys
-    if features > (not is_large):
-        return few
+    # Masks and panels take too many registers in a loop over query tiles.
+    is_tight = is_large and not narrows and masking.has_band and problem.in_panels and masking.keys <= 128
+    if is_tight or features > (not is_large):
+        return ForwardConfig(columns=64, is_persistent=False, own_output=narrows)  # in the layout of values, not keys
     if narrows:
-        return ForwardConfig(own_output=True, output_parts=2)
+        return ForwardConfig(output_parts=2)
+    if is_large and size <= 192:
+        return ForwardConfig(columns=64)
     if is_large:
-        if masking.has_band and problem.in_panels and masking.keys <= 2 * few.columns:
-            return few  # masks and panels take too many registers in a loop over query tiles
-        usual = replace(few, is_persistent=True, own_output=True)
-        if size <= 192:
-            return usual
         registers = {"memory_registers": 24, "compute_registers": 240}
-        return replace(usual, output_parts=2, ping_pong=masking.keys < _KEYS_OF_TURNS, **registers)
-    config = ForwardConfig(own_output=True, queries_in_registers=bool(problem.dropout_rate))
+        return ForwardConfig(columns=64, output_parts=2, ping_pong=masking.keys < _KEYS_OF_TURNS, **registers)
     if features or (masking.has_band and not masking.is_causal):
-        return config
+        return ForwardConfig(queries_in_registers=bool(problem.dropout_rate))
     if masking.keys <= 64:
-        return replace(config, columns=64)
+        return ForwardConfig(columns=64)
     if masking.is_causal:
         # Two key tiles in panels of 32 columns leave ptxas no registers for turns.
-        takes_turns = not (size == 96 and problem.in_panels and masking.keys <= 2 * config.columns)
-        return replace(config, queries_in_registers=size <= 96, ping_pong=takes_turns)
+        takes_turns = not (size == 96 and problem.in_panels and masking.keys <= 256)
+        return ForwardConfig(queries_in_registers=size <= 96, ping_pong=takes_turns)
     # With queries in registers, ptxas has none for a last tile that is not whole, or for panels.
-    holds_queries = size > 64 and masking.keys % config.columns == 0 and not problem.in_panels
+    holds_queries = size > 64 and masking.keys % 128 == 0 and not problem.in_panels
     takes_turns = not holds_queries or masking.keys <= _KEYS_OF_TURNS
-    return replace(config, queries_in_registers=holds_queries, ping_pong=takes_turns)
+    return ForwardConfig(queries_in_registers=holds_queries, ping_pong=takes_turns)
 
 
 def tuned_forward(problem: Problem) -> ForwardConfig:

@@ -43,7 +43,7 @@ def attention_forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse): out as `attention`'s, lse (batch, heads, queries) float32, -inf for a query that sees no key.
 
-    query, key, value: see `attention`; of one 16-bit dtype.
+    query, key, value: see `attention`; of one 16-bit dtype. Under `jax.shard_map` all arrays vary over the same axes.
     """
     config = config or tuned_forward(problem)
     arrays = extras.padded(config.rows, config.columns)
@@ -98,8 +98,7 @@ def attention_forward(
         reduction_scratch_bytes=0,
     )
     out, lse = launch(query, key, value, arrays)
-    everything = (query, key, value, *arrays.values())
-    return varying_like(out, *everything), varying_like(lse[:, :, : problem.masking.queries], *everything)
+    return varying_like(out, query), varying_like(lse[:, :, : problem.masking.queries], query)
 
 
 def _scratch_types(
