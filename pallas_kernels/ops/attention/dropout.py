@@ -46,15 +46,16 @@ def keep_bits(
     column, place = place % jnp.uint32(columns), place // jnp.uint32(columns)
     query = place % jnp.uint32(queries)
     row = row_of_whole(words, place // jnp.uint32(queries)) * jnp.uint32(whole_queries) + query
-    second, a_period = words[1], max(1, period // whole_keys // _WHOLE_QUERIES) * _WHOLE_QUERIES
+    (start_word, second), is_part = words[:2], len(words) > 2
+    a_period = max(1, period // whole_keys // _WHOLE_QUERIES) * _WHOLE_QUERIES
     # The rows of a part of an array on several devices may lie in further periods.
-    if len(words) > 2 or batch * heads * whole_queries > a_period:
+    if is_part or batch * heads * whole_queries > a_period:
         second = epoch_word(second, row // jnp.uint32(a_period))
     is_other = (query & _OTHER) != 0
     start = (row & jnp.uint32(_PERIOD - 1 - _OTHER)) * jnp.uint32(whole_keys) + column * jnp.uint32(WORD)
     found = jnp.uint32(0)
     for first in range(0, _OTHER, 2):
-        word = shared_word((start + jnp.uint32(first)) * jnp.uint32(PLACE_STEP) + words[0], second)
+        word = shared_word((start + jnp.uint32(first)) * jnp.uint32(PLACE_STEP) + start_word, second)
         turned = (word << jnp.uint32(16)) | (word >> jnp.uint32(16))
         for key_place in _SHARING:
             own, other = (jnp.uint32(pair[(key_place & _OTHER) != 0]) for pair in MEMBERS)

@@ -106,8 +106,8 @@ def _of_two_warpgroups(problem: Problem) -> ForwardConfig:
     if is_large and size <= 192:
         return ForwardConfig(columns=64)
     if is_large:
-        registers = {"memory_registers": 24, "compute_registers": 240}
-        return ForwardConfig(columns=64, output_parts=2, ping_pong=masking.keys < _KEYS_OF_TURNS, **registers)
+        large = ForwardConfig(columns=64, output_parts=2, memory_registers=24, compute_registers=240)
+        return replace(large, ping_pong=masking.keys < _KEYS_OF_TURNS)
     if features or (masking.has_band and not masking.is_causal):
         return ForwardConfig(queries_in_registers=bool(problem.dropout_rate))
     if masking.keys <= 64:
