@@ -110,70 +110,47 @@ def _attend(
     implementation: Implementation,
     return_residual: bool,
 ) -> Any:
+    """Attention, in which a query that sees no key returns the mean of all values."""
     shape = jnp.shape(query)
     query, key, value, bias, mask = (None if each is None else _four(each) for each in (query, key, value, bias, mask))
     query_lengths = _lengths("query_seq_lengths", query_seq_lengths, query)
     key_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, query)
     if bias is not None and not (jnp.issubdtype(bias.dtype, jnp.floating) and bias.dtype.itemsize > 1):
         bias = bias.astype(jnp.float32)
-    out, lse = averaging_attention(
+    window = None if local_window_size is None else _sides(local_window_size)
+    segments = None
+    if query_lengths is not None or key_lengths is not None:
+        segments = _segments(query_lengths, query, beyond=1), _segments(key_lengths, key, beyond=2)
+    may_be_empty = segments is not None or mask is not None
+    may_be_empty |= window is not None and query.shape[1] - 1 - window[0] >= key.shape[1]
+    results: Any = attention(
         query,
         key,
         value,
-        query_lengths=query_lengths,
-        key_lengths=key_lengths,
-        returns_lse=return_residual,
         bias=bias,
         mask=mask,
         is_causal=is_causal,
         scale=None if scale is None else float(scale),
-        window=None if local_window_size is None else _sides(local_window_size),
+        window=window,
+        segment_ids=segments,
+        return_residuals=may_be_empty or return_residual,
         implementation=implementation,
     )
+    if not (may_be_empty or return_residual):
+        return results.reshape(shape)
+    out, lse = results
+    if may_be_empty:
+        is_averaged = lse == -jnp.inf
+        if query_lengths is not None:
+            is_averaged &= (jnp.arange(query.shape[1]) < query_lengths[:, None])[:, None]
+        average = jnp.mean(value, axis=1, keepdims=True, dtype=jnp.promote_types(value.dtype, jnp.float32))
+        average = jnp.repeat(average.astype(out.dtype), query.shape[2] // value.shape[2], axis=2)
+        out = jnp.where(is_averaged.swapaxes(1, 2)[..., None], average, out)
     if not return_residual:
         return out.reshape(shape)
-    assert lse is not None
     hidden = -0.7 * float(jnp.finfo(jnp.float32).max)  # the score of a hidden key in `jax.nn`
     lse = jnp.where(lse == -jnp.inf, hidden, lse).swapaxes(1, 2).astype(query.dtype)
     return out.reshape(shape), jax.lax.stop_gradient(lse).reshape(shape[:-1])
-
-
-def averaging_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    query_lengths: jax.Array | None = None,
-    key_lengths: jax.Array | None = None,
-    returns_lse: bool = False,
-    **options: Any,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Runs `attention`, but a query that sees no key returns the mean of all values. options: `attention`'s.
-
-    Returns:
-        The output, shaped like query, and the log-sum-exp if `returns_lse` or if some query may see no key, else None.
-    """
-    has_lengths = query_lengths is not None or key_lengths is not None
-    if has_lengths:
-        options["segment_ids"] = (
-            _segments(query_lengths, query, beyond=1),
-            _segments(key_lengths, key, beyond=2),
-        )
-    left = None if options.get("window") is None else options["window"][0]
-    last = query.shape[1] - 1
-    may_be_empty = has_lengths or options.get("mask") is not None or (left is not None and last - left >= key.shape[1])
-    if not (may_be_empty or returns_lse):
-        out: Any = attention(query, key, value, **options)
-        return out, None
-    out, lse = attention(query, key, value, **options, return_residuals=True)
-    if not may_be_empty:
-        return out, lse
-    is_averaged = lse == -jnp.inf
-    if query_lengths is not None:
-        is_averaged &= (jnp.arange(query.shape[1]) < query_lengths[:, None])[:, None]
-    average = jnp.mean(value, axis=1, keepdims=True, dtype=jnp.promote_types(value.dtype, jnp.float32))
-    average = jnp.repeat(average.astype(out.dtype), query.shape[2] // value.shape[2], axis=2)
-    return jnp.where(is_averaged.swapaxes(1, 2)[..., None], average, out), lse
 
 
 def _segments(lengths: jax.Array | None, array: jax.Array, *, beyond: int) -> jax.Array:

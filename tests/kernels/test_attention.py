@@ -20,7 +20,6 @@ from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.forward.producer import Block
 from pallas_kernels.ops.attention.forward.schedule import Schedule
-from pallas_kernels.ops.attention.head_tiles import widened
 from pallas_kernels.ops.attention.masking import Masking, segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import masking_of, problem_of
 from pallas_kernels.ops.attention.reference import attention_reference
@@ -219,7 +218,6 @@ def test_three_consumers(interpreter, queries, keys, is_causal, seed):
 def test_outputs_that_leave_in_parts_while_the_next_queries_come(interpreter, length, is_causal, size, seed):
     query, key, value = operands(seed, queries=length, keys=length, heads=3, key_heads=3, size=size)
     problem, extras = problem_of(query, key, is_causal=is_causal, **NOTHING)
-    problem, _ = widened(problem)
     config = ForwardConfig(columns=64, own_output=True, output_parts=2)
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
     want, want_lse = attention_reference(query, key, value, is_causal=is_causal, return_residuals=True)

@@ -19,7 +19,6 @@ from pallas_kernels.ops.attention.backward import keys_launch
 from pallas_kernels.ops.attention.backward.config import default_backward, one_kernel, usual_two
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.backward.tiles import Visits, block_place
-from pallas_kernels.ops.attention.head_tiles import widened
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import problem_of
 from pallas_kernels.ops.attention.reference import attention_reference
@@ -142,7 +141,6 @@ def compared(name, seed, *, configure=default_backward, dtype=jnp.bfloat16, with
     @jax.jit
     def gradients(operands, out, lse, dout, dlse, dynamic):
         problem, extras = problem_of(*operands[:2], **dynamic, **static)
-        problem, _ = widened(problem)
         dlse = dlse if with_dlse else None
         given = {"problem": problem, "dlse": dlse, "config": configure(problem)}
         *got, of_extras = attention_backward(*operands, out, lse, dout, extras, **given)

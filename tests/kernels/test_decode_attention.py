@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import testing
 from pallas_kernels.ops.decode_attention.api import decode_attention
-from pallas_kernels.ops.decode_attention.config import DecodeConfig, choose_splits
+from pallas_kernels.ops.decode_attention.config import choose_splits
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import ScoreRule
 from pallas_kernels.ops.decode_attention.reference import appended, decode_attention_reference
@@ -62,8 +62,8 @@ def test_lengths_and_windows_beyond_int32():
             np.testing.assert_array_equal(decode_attention(*operands, lengths, window=2**40), whole)
 
 
-CUT = DecodeConfig(splits=3, stages=2)
-WHOLE = DecodeConfig(warpgroups=1)
+CUT = {"splits": 3, "stages": 2}
+WHOLE = {"splits": 1, "warpgroups": 1}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_lengths_of_every_kind(config, options, seed):
 
     def draw(seed):
         operands = arrays(batch=5, tokens=2, keys=136, seed=seed)
-        (got,) = decode_forward(*operands, lengths, scores=rule, config=config)
+        (got,) = decode_forward(*operands, lengths, scores=rule, **config)
         baseline = decode_attention_reference(*operands, lengths, **options)
         expected = exact(*operands, jnp.minimum(lengths, 136), **options)
         assert not np.asarray(got[0], np.float32).any()
@@ -87,7 +87,7 @@ def test_lengths_of_every_kind(config, options, seed):
     testing.assert_draws_within(draw, seed, "lengths of every kind")
 
 
-PAGED = DecodeConfig(splits=2, stages=2)
+PAGED = {"splits": 2, "stages": 2}
 
 
 @pytest.mark.parametrize("config", [CUT, WHOLE, PAGED])
@@ -103,9 +103,9 @@ def test_new_tokens_are_written_before_they_are_read(config, seed):
         caches = [cache.reshape(28, 32, 2, 64) for cache in caches]
     rule = ScoreRule(scale=0.125, window=None, softcap=None)
     written = [appended(cache, each, lengths, page_table) for cache, each in zip(caches, new, strict=True)]
-    (expected,) = decode_forward(query, *written, lengths, scores=rule, page_table=page_table, config=config)
+    (expected,) = decode_forward(query, *written, lengths, scores=rule, page_table=page_table, **config)
     # Old entries at the new tokens' places must not be seen.
-    got = decode_forward(query, *caches, lengths, scores=rule, page_table=page_table, new=new, config=config)
+    got = decode_forward(query, *caches, lengths, scores=rule, page_table=page_table, new=new, **config)
     for value, wanted in zip(got, (expected, *written), strict=True):
         np.testing.assert_array_equal(np.asarray(value, np.float32), np.asarray(wanted, np.float32))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,16 +11,15 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.attention.arguments import Options, Segments, Window, checked
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
 from pallas_kernels.ops.attention.cudnn import cudnn_attention, cudnn_unsupported
-from pallas_kernels.ops.attention.few_queries import decoded, decodes, pack, packed, unpack
+from pallas_kernels.ops.attention.few_queries import decoded, decodes
 from pallas_kernels.ops.attention.forward.config import preferred
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
-from pallas_kernels.ops.attention.head_tiles import HEAD_SIZES, tiles_of, widened
-from pallas_kernels.ops.attention.problem import Extras, Problem, averaged, extras_of, facts_of
+from pallas_kernels.ops.attention.problem import HEAD_SIZES, Extras, Problem, averaged, extras_of, facts_of, tiles_of
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.exponents import LOWEST_SCORE
-from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_like
+from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16")
@@ -102,10 +100,10 @@ def attention(
         return_residuals: whether to return the scores' log-sum-exp, too.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; bfloat16 and float16;
-            head sizes up to 256. Tiles have 64, 96, 128, 160, 192 or 256 features, with zeros beyond a smaller
-            head; arrays are padded only if the head size is no multiple of 8. Without a gradient, a few queries that
-            see all keys run in `decode_attention`'s kernel. With few keys, the gradients of key and value are rounded
-            for each query head, as in cuDNN, before the sum over the heads of a group.
+            head sizes that are multiples of 8, up to 256. Tiles have 64, 96, 128, 160, 192 or 256 features, with zeros
+            beyond a smaller head. Without a gradient, a few queries that see all keys run in `decode_attention`'s
+            kernel. With few keys, the gradients of key and value are rounded for each query head, as in cuDNN, before
+            the sum over the heads of a group.
             "cudnn": through `jax.nn.dot_product_attention`, for NVIDIA GPUs; no mask, mask_value, sinks, segments,
             softcap, dropout, residuals or another head size of value. Gradients may differ between runs. At 4096
             queries they took longer than those of "mosaic", which needed 11 % less time with a causal mask and 3 % less
@@ -150,67 +148,53 @@ def attention(
         "cudnn": partial(cudnn_unsupported, query, key, value, options, return_residuals),
         "xla": lambda: None,
     }
-    untuned = () if problem is None else lambda facts=problem: preferred(packed(facts))
+    untuned = () if problem is None else partial(preferred, problem, query.shape[3])
     chosen = choose("attention", implementation, support, preferred=untuned)
     if chosen == "xla" or problem is None:
         return attention_reference(query, key, value, return_residuals=return_residuals, **vars(options))
     if chosen == "cudnn":
         return cudnn_attention(query, key, value, options)
-    (batch, queries, heads, _), size = query.shape, value.shape[3]
-    is_decoded = decodes(problem) and not return_residuals
-    problem, arrays = widened(packed(problem), pack(query, packed(problem).heads), key, value)
-    extras = extras_of(problem, options)
-    operands = jax.tree.leaves((arrays, extras))
-    # Each varies over the mesh axes of all, so that shard_map sums its gradient over them.
-    arrays = [varying_like(array, *operands) for array in arrays]
-    differentiated = {"bias": extras.bias, "sinks": extras.sinks}
-    extras = replace(extras, **{n: varying_like(a, *operands) for n, a in differentiated.items() if a is not None})
-    out, lse = _mosaic(problem, return_residuals, is_decoded, *arrays, extras)  # pyright: ignore[reportGeneralTypeIssues]
-    out, lse = averaged(problem, unpack(out, heads)[..., :size], lse, value)
+    operands = varying_alike((query, key, value, extras_of(problem, options)))
+    out, lse = _mosaic(problem, return_residuals, *operands)  # pyright: ignore[reportGeneralTypeIssues]
+    out, lse = averaged(problem, out, lse, value)
     if not return_residuals:
         return out
     if problem.mask_value is not None and problem.hidden == LOWEST_SCORE:
         lse = jnp.where(lse < LOWEST_SCORE / 2, problem.mask_value, lse)
-    return out, lse.reshape(batch, heads, queries)
+    return out, lse
 
 
 def mosaic_unsupported(query: jax.Array, value: jax.Array) -> str | None:
     """Why the Mosaic GPU kernels cannot take this query and value here, or None where they can."""
     if query.dtype.name not in MOSAIC_DTYPES:
         return f"query is {query.dtype.name}, the kernels take {' and '.join(MOSAIC_DTYPES)}"
-    if tiles_of(query.shape[3], value.shape[3]) is None:
-        largest = max(query.shape[3], value.shape[3])
-        return f"the head size is {largest}, the kernels take {max(HEAD_SIZES)} at most"
+    sizes = query.shape[3], value.shape[3]
+    if tiles_of(*sizes) is None:
+        odd = next((size for size in sizes if size % 8), max(sizes))
+        return f"the head size is {odd}, the kernels take multiples of 8 up to {max(HEAD_SIZES)}"
     return mosaic_gpu_unsupported()
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _mosaic(
-    problem: Problem,
-    returns_lse: bool,
-    is_decoded: bool,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    extras: Extras,
+    problem: Problem, returns_lse: bool, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
 ) -> tuple[jax.Array, jax.Array]:
-    """The output and log-sum-exp. is_decoded: whether the decoding kernel takes it where there is no gradient."""
-    if is_decoded:
+    """The output and log-sum-exp."""
+    if decodes(problem) and not returns_lse:
         # The caller does not read lse.
         lse = jnp.zeros((problem.batch, problem.heads, problem.masking.queries), jnp.float32)
         return decoded(query, key, value, problem=problem), lse
     return attention_forward(query, key, value, extras, problem=problem)
 
 
-def _mosaic_fwd(problem, returns_lse, is_decoded, query, key, value, extras):
-    del returns_lse, is_decoded
+def _mosaic_fwd(problem, returns_lse, query, key, value, extras):
+    del returns_lse
     out, lse = attention_forward(query, key, value, extras, problem=problem)
     return (out, lse), (query, key, value, out, lse, extras)
 
 
 @usual_promotion
-def _mosaic_bwd(problem, returns_lse, is_decoded, saved, cotangents):
-    del is_decoded
+def _mosaic_bwd(problem, returns_lse, saved, cotangents):
     query, key, value, out, lse, extras = saved
     dout, dlse = cotangents
     dlse = dlse if returns_lse else None

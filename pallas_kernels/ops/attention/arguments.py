@@ -57,13 +57,11 @@ def checked(query: jax.Array, key: jax.Array, value: jax.Array, options: Options
     """Returns the options with plain numbers. Raises TypeError or ValueError where arguments do not fit together."""
     flags = {name: static_flag("attention", name, getattr(options, name)) for name in ("is_causal", "deterministic")}
     _check_operands(query, key, value)
-    for name in ("scale", "softcap"):
+    for name, check in (("scale", static_number), ("softcap", positive_number)):
         if isinstance(getattr(options, name), jax.Array):
             raise TypeError(f"attention: {name} must be a Python number, got an array.")
-    if options.scale is not None:
-        static_number("attention", "scale", options.scale)
-    if options.softcap is not None:
-        positive_number("attention", "softcap", options.softcap)
+        if getattr(options, name) is not None:
+            check("attention", name, getattr(options, name))
     _check_window(options)
     (batch, queries, heads, _), keys = query.shape, key.shape[1]
     _check_dense(options, (batch, heads, queries, keys))

@@ -44,10 +44,7 @@ def cudnn_unsupported(
         if wanted:
             return f"it has no {name}"
     left, right = options.window_sides
-    is_causal = options.is_causal or right == 0
-    if right is not None and not is_causal and left is None:
-        return "it has no window that bounds the keys ahead alone"
-    if left is not None and not is_causal:
+    if (left is not None or right is not None) and not (options.is_causal or right == 0):
         return "it has windows for causal attention only"
     if left is not None and query.shape[1] - left > key.shape[1]:
         return "the last queries see no key, and it says nothing of what they get"

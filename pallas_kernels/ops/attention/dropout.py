@@ -30,37 +30,32 @@ _SHARING = [0, _HALF, _OTHER, _OTHER | _HALF, _FAR, _FAR | _HALF, _FAR | _OTHER,
 _WHOLE_QUERIES = 128
 
 
-def second_words(word: jax.Array, row: jax.Array, *, rows: int, keys: int, period: int = _PERIOD) -> jax.Array:
-    """The second key word of each row, of so many: another one for each period of places.
-
-    Whole groups of queries have one, so that a query tile does.
-    """
-    rows_an_epoch = max(1, period // keys // _WHOLE_QUERIES) * _WHOLE_QUERIES
-    return epoch_word(word, row // jnp.uint32(rows_an_epoch)) if rows > rows_an_epoch else word
-
-
-def keep_bits(key: jax.Array, batch: int, heads: int, queries: int, keys: int, *, rate: float) -> jax.Array:
+def keep_bits(
+    key: jax.Array, batch: int, heads: int, queries: int, keys: int, *, rate: float, period: int = _PERIOD
+) -> jax.Array:
     """`keep_mask` as `dense.packed_bits`: one fusion, of six instructions a weight.
 
-    Bits beyond the last key are random.
+    Bits beyond the last key are random. period: places after which whole groups of queries have another key word.
     """
     # Places have a row for each (batch, head, query), and a column for each key.
     whole_queries, whole_keys = -(-queries // _WHOLE_QUERIES) * _WHOLE_QUERIES, -(-keys // WORD) * WORD
     words = mixed_words(key_words(key))
-    is_part = len(words) > 2  # of an array on several devices, whose rows may reach into further periods
-    rows = _PERIOD if is_part else batch * heads * whole_queries
     columns = -(-keys // TILE) * (TILE // WORD)
     # Places of one count are one fusion; of axes of their own, XLA would compute parts in four further launches.
     place = jnp.arange(batch * heads * queries * columns, dtype=jnp.uint32)
     column, place = place % jnp.uint32(columns), place // jnp.uint32(columns)
     query = place % jnp.uint32(queries)
     row = row_of_whole(words, place // jnp.uint32(queries)) * jnp.uint32(whole_queries) + query
-    second = second_words(words[1], row, rows=rows, keys=whole_keys)
+    (start_word, second), is_part = words[:2], len(words) > 2
+    a_period = max(1, period // whole_keys // _WHOLE_QUERIES) * _WHOLE_QUERIES
+    # The rows of a part of an array on several devices may lie in further periods.
+    if is_part or batch * heads * whole_queries > a_period:
+        second = epoch_word(second, row // jnp.uint32(a_period))
     is_other = (query & _OTHER) != 0
     start = (row & jnp.uint32(_PERIOD - 1 - _OTHER)) * jnp.uint32(whole_keys) + column * jnp.uint32(WORD)
     found = jnp.uint32(0)
     for first in range(0, _OTHER, 2):
-        word = shared_word((start + jnp.uint32(first)) * jnp.uint32(PLACE_STEP) + words[0], second)
+        word = shared_word((start + jnp.uint32(first)) * jnp.uint32(PLACE_STEP) + start_word, second)
         turned = (word << jnp.uint32(16)) | (word >> jnp.uint32(16))
         for key_place in _SHARING:
             own, other = (jnp.uint32(pair[(key_place & _OTHER) != 0]) for pair in MEMBERS)

@@ -13,11 +13,15 @@ from jax.export import is_symbolic_dim
 from pallas_kernels.ops.attention.arguments import Options
 from pallas_kernels.ops.attention.dense import four_axes, packed_bits, padded, seen_bits, whole_rows
 from pallas_kernels.ops.attention.dropout import keep_bits
-from pallas_kernels.ops.attention.masking import Masking
+from pallas_kernels.ops.attention.masking import Masking, padded_segments
 from pallas_kernels.primitives.exponents import LOG2_E, LOWEST_SCORE
 from pallas_kernels.primitives.flop_metadata import Products, product
 from pallas_kernels.primitives.row_tiles import TileForm
 
+HEAD_SIZES = (64, 96, 128, 160, 192, 256)
+"""Head sizes that kernels have tiles for. Heads of 112 are faster in tiles of 128 than of 112 (TUNING.md)."""
+TWO_SIZES = frozenset({(192, 128)})
+"""Sizes of tiles of keys and of values that differ; other heads take the larger tiles for both."""
 _UNDERFLOW = 104
 """exp(-104) is 0 in float32."""
 _KEYS_TO_SKIP = 512
@@ -30,7 +34,7 @@ class Problem:
     """Static facts of a launch.
 
     heads: of queries; a multiple of key_heads, those of keys and values.
-    head_size, value_size: columns of a head of queries and keys, and of values and the output.
+    head_size, value_size: columns of a tile of queries and keys, and of values and the output.
     scale: of the scores.
     softcap: scores become softcap * tanh(score / softcap), after the scale and before bias and mask.
     dropout_rate: the share of weights set to zero; the others are divided by 1 - dropout_rate.
@@ -40,7 +44,8 @@ class Problem:
         queries zeros, and XLA then gives them the average of all values (`averaged`). None: they keep zeros.
     bounds_weights: whether to bound weights by 1. Those of keys of zeros beyond the last key may be infinite otherwise,
         and infinity times such a key is not zero.
-    clips: whether heads are narrower in the arrays than tiles, which then lie in panels.
+    clips: whether heads are narrower in the arrays than tiles, which then lie in panels: TMA fills the further columns
+        with zeros, and does not store them.
     deterministic: whether gradients have the same bits in every run; only one kernel by keys asks.
     """
 
@@ -123,11 +128,15 @@ class Extras:
     kept: jax.Array | None = None
     sinks: jax.Array | None = None
 
-    def dense(self, rows: int, columns: int) -> dict[str, jax.Array]:
-        """Bias, mask and kept, by name, padded to whole tiles."""
+    def padded(self, rows: int, columns: int) -> dict[str, jax.Array]:
+        """The arrays but sinks, by name, padded to whole tiles."""
         found = {"bias": self.bias, "mask": self.mask, "kept": self.kept}
         # Rows of words are whole tiles already.
-        return {n: padded(a, rows, columns if n == "bias" else 1) for n, a in found.items() if a is not None}
+        arrays = {n: padded(a, rows, columns if n == "bias" else 1) for n, a in found.items() if a is not None}
+        if self.query_segments is not None and self.key_segments is not None:
+            arrays["query_segments"] = padded_segments(self.query_segments, rows)
+            arrays["key_segments"] = padded_segments(self.key_segments, columns)
+        return arrays
 
 
 def masking_of(queries: int, keys: int, options: Options) -> Masking:
@@ -139,6 +148,18 @@ def masking_of(queries: int, keys: int, options: Options) -> Masking:
     left = None if left is not None and left >= queries - 1 else left
     right = None if right is not None and right >= keys - 1 and not options.is_causal else right
     return Masking(queries=queries, keys=keys, left=left, right=right, has_segments=options.segment_ids is not None)
+
+
+def tiles_of(size: int, value_size: int) -> tuple[int, int] | None:
+    """The columns of the kernels' tiles for keys and for values; None if they have none for such heads.
+
+    Rows of arrays (batch, length, heads, head size) must have a multiple of 16 bytes for TMA.
+    """
+    own, other = (next((whole for whole in HEAD_SIZES if whole >= columns), None) for columns in (size, value_size))
+    if own is None or other is None or size % 8 or value_size % 8:
+        return None
+    largest = max(own, other)
+    return (own, other) if (own, other) in TWO_SIZES else (largest, largest)
 
 
 def problem_of(
@@ -154,12 +175,14 @@ def facts_of(query: jax.Array, key: jax.Array, value: jax.Array | None, options:
     """The static facts of a launch; see `problem_of`. Arrays may be shapes alone."""
     batch, queries, heads, size = query.shape
     keys, key_heads = key.shape[1:3]
+    sizes = size, size if value is None else value.shape[3]
+    tiles = tiles_of(*sizes) or sizes  # of no kernel
     problem = Problem(
         batch=batch,
         heads=heads,
         key_heads=key_heads,
-        head_size=size,
-        value_size=size if value is None else value.shape[3],
+        head_size=tiles[0],
+        value_size=tiles[1],
         dtype=query.dtype,
         masking=masking_of(queries, keys, options),
         scale=1 / math.sqrt(size) if options.scale is None else options.scale,
@@ -169,6 +192,7 @@ def facts_of(query: jax.Array, key: jax.Array, value: jax.Array | None, options:
         has_mask=options.mask is not None,
         has_sinks=options.sinks is not None,
         mask_value=options.mask_value,
+        clips=tiles != sizes,
         deterministic=options.deterministic,
     )
     if problem.mask_value is None:

@@ -53,32 +53,22 @@ def _attend(query: jax.Array, key: jax.Array, value: jax.Array, options: Options
 
 
 def _head_by_head(query: jax.Array, key: jax.Array, value: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
-    batch, queries, heads, size = query.shape
-    key_heads = key.shape[2]
-
-    def by_head(dense: jax.Array) -> jax.Array:
-        """(key heads, batch, group, queries, keys)."""
-        dense = four_axes(dense)
-        split = dense.reshape(dense.shape[0], key_heads, heads // key_heads, *dense.shape[2:])
-        return jnp.moveaxis(split, 1, 0)
-
+    group = query.shape[2] // key.shape[2]
     dense = {"bias": options.bias, "mask": options.mask}
-    own = {name: by_head(a) for name, a in dense.items() if a is not None and four_axes(a).shape[1] > 1}
-    if options.sinks is not None:
-        own["sinks"] = options.sinks.reshape(key_heads, -1)
-    operands = (
-        jnp.moveaxis(query.reshape(batch, queries, key_heads, heads // key_heads, size), 2, 0),
-        jnp.moveaxis(key[:, :, :, None], 2, 0),
-        jnp.moveaxis(value[:, :, :, None], 2, 0),
-    )
+    dense = {name: four_axes(array) for name, array in dense.items() if array is not None}
 
-    def one(given):
-        query, key, value, own = given
-        return _attend(query, key, value, replace(options, **own))
+    def one(head):
+        def own(array, axis, count=group):
+            return lax.dynamic_slice_in_dim(array, head * count, count, axis)
 
-    out, lse = lax.map(one, (*operands, own))
+        others = {name: array if array.shape[1] == 1 else own(array, 1) for name, array in dense.items()}
+        if options.sinks is not None:
+            others["sinks"] = own(options.sinks, 0)
+        return _attend(own(query, 2), own(key, 2, 1), own(value, 2, 1), replace(options, **others))
+
+    out, lse = lax.map(one, jnp.arange(key.shape[2]))
     out = jnp.moveaxis(out, 0, 2).reshape(*query.shape[:3], value.shape[3])
-    return out, jnp.moveaxis(lse, 0, 1).reshape(batch, heads, queries)
+    return out, jnp.moveaxis(lse, 0, 1).reshape(lse.shape[1], query.shape[2], -1)
 
 
 def masked_scores(query: jax.Array, key: jax.Array, options: Options) -> jax.Array:

@@ -167,39 +167,27 @@ def _check(query, key_cache, value_cache, lengths, page_table, new_key, new_valu
         if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"decode_attention: {name} must be integers, got {array.dtype.name}.")
     (batch, tokens, heads, size), (entries, _, key_heads, key_size) = query.shape, key_cache.shape
-    is_paged = page_table is not None
-    expected = [
-        (size > 0, f"query must be (B, T, N, D) with a head size D, got {query.shape}"),
-        (
-            key_cache.shape == value_cache.shape,
-            f"key_cache {key_cache.shape} and value_cache {value_cache.shape} must be of one shape",
-        ),
-        (
-            key_size == size and (is_paged or entries == batch),
-            f"key_cache must be (B, S, K, D) with B and D of query {query.shape}, got {key_cache.shape}",
-        ),
-        (
-            key_heads > 0 and heads % max(1, key_heads) == 0,
-            f"query's {heads} heads must be a multiple of key_cache's {key_heads} heads",
-        ),
-        (lengths.shape == (batch,), f"lengths must be one value a sequence, ({batch},), got {lengths.shape}"),
-        (
-            not is_paged or entries > 0 or not page_table.size,
-            f"key_cache must have a page for page_table, got {key_cache.shape}",
-        ),
-        (
-            not is_paged or (page_table.ndim == 2 and page_table.shape[0] == batch),
-            f"page_table must be (B, pages of a sequence) with B = {batch}, got {is_paged and page_table.shape}",
-        ),
-    ]
-    shape = (batch, tokens, key_heads, size)
-    expected += [
-        (array.shape == shape, f"{name} must be one entry a token, {shape}, got {array.shape}")
-        for name, array in new.items()
-    ]
-    for fits, words in expected:
-        if not fits:
-            raise ValueError(f"decode_attention: {words}.")
+    is_paged, shape = page_table is not None, (batch, tokens, key_heads, size)
+    words = None
+    if not size:
+        words = f"query must be (B, T, N, D) with a head size D, got {query.shape}"
+    elif key_cache.shape != value_cache.shape:
+        words = f"key_cache {key_cache.shape} and value_cache {value_cache.shape} must be of one shape"
+    elif key_size != size or (not is_paged and entries != batch):
+        words = f"key_cache must be (B, S, K, D) with B and D of query {query.shape}, got {key_cache.shape}"
+    elif not key_heads or heads % key_heads:
+        words = f"query's {heads} heads must be a multiple of key_cache's {key_heads} heads"
+    elif lengths.shape != (batch,):
+        words = f"lengths must be one value a sequence, ({batch},), got {lengths.shape}"
+    elif is_paged and page_table.shape[:-1] != (batch,):
+        words = f"page_table must be (B, pages of a sequence) with B = {batch}, got {page_table.shape}"
+    elif is_paged and not entries and page_table.size:
+        words = f"key_cache must have a page for page_table, got {key_cache.shape}"
+    elif odd := [(name, array.shape) for name, array in new.items() if array.shape != shape]:
+        name, got = odd[0]
+        words = f"{name} must be one entry a token, {shape}, got {got}"
+    if words is not None:
+        raise ValueError(f"decode_attention: {words}.")
 
 
 def _xla(rule: ScoreRule, query, key_cache, value_cache, lengths, page_table, new) -> Any:

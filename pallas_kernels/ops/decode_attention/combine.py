@@ -22,7 +22,7 @@ _LAYOUT = plgpu.Layout.WGMMA
 
 def finish_types(plan: Plan) -> dict[str, Any]:
     """The scratch types of `Finish`'s fields."""
-    others, columns = plan.config.warpgroups - 1, stored_columns(plan.head_size)
+    others, columns = plan.warpgroups - 1, stored_columns(plan.head_size)
     dtype = plan.dtype if plan.is_direct else jnp.float32
     types: dict[str, Any] = {"leaving": plgpu.SMEM((ROWS, columns), dtype)}
     if others:
@@ -61,7 +61,7 @@ class Finish:
     def take_and_store(self, item: Item, sums: jax.Array, maximum: jax.Array, total: jax.Array) -> None:
         """Adds the others' sums to the first consumer's, and stores the result."""
         pieces = self._pieces(sums)
-        for other in range(self.plan.config.warpgroups - 1):
+        for other in range(self.plan.warpgroups - 1):
             pieces, maximum, total = self._added(other, pieces, maximum, total)
         if self.plan.is_direct:
             inverse = 1 / jnp.where(total == 0, 1.0, total)

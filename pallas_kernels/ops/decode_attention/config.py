@@ -1,8 +1,6 @@
-"""How the cache is split among blocks: the default configuration."""
+"""How the cache is split among blocks, and what fits in shared memory."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 from pallas_kernels.primitives.hopper import SHARED_BYTES
 
@@ -23,26 +21,13 @@ _NEAR = 0.96
 """The share of the best occupancy that fewer parts must reach to be taken."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeConfig:
-    """How a launch splits its work: one block a multiprocessor, each with several parts of sequences.
-
-    splits: parts of each sequence's keys.
-    warpgroups: consumers, which take a part's tiles in turn.
-    stages: key tiles, and value tiles, in each consumer's ring.
-    """
-
-    splits: int = 1
-    warpgroups: int = 2
-    stages: int = 8
-
-    def fitted(self, *, head_size: int, itemsize: int, new_tokens: int = 0) -> DecodeConfig:
-        """The configuration with only as many stages as fit in shared memory; `new_tokens` go into the caches."""
-        query = (QUERIES * ROWS + 2 * new_tokens) * head_size * itemsize
-        staging = self.warpgroups * ROWS * (stored_columns(head_size) + 2) * 4
-        stage = 2 * self.warpgroups * TILE_KEYS * head_size * itemsize
-        room = SHARED_BYTES - _OTHER_BYTES - query - staging
-        return replace(self, stages=max(1, min(self.stages, room // stage)))
+def fitting_stages(most: int, *, warpgroups: int, head_size: int, itemsize: int, new_tokens: int = 0) -> int:
+    """The stages of a consumer's ring that fit in shared memory; `new_tokens` go into the caches."""
+    query = (QUERIES * ROWS + 2 * new_tokens) * head_size * itemsize
+    staging = warpgroups * ROWS * (stored_columns(head_size) + 2) * 4
+    stage = 2 * warpgroups * TILE_KEYS * head_size * itemsize
+    room = SHARED_BYTES - _OTHER_BYTES - query - staging
+    return max(1, min(most, room // stage))
 
 
 def stored_columns(head_size: int) -> int:
@@ -50,14 +35,11 @@ def stored_columns(head_size: int) -> int:
     return 64 if head_size % 64 == 0 else 32
 
 
-def default_config(*, sequences: int, keys: int, head_size: int, cores: int) -> DecodeConfig:
-    """The default configuration; sequences: pairs of a sequence and a key head, each with `keys` keys."""
-    # With larger heads, two rings would have room for a tile or two each.
-    return DecodeConfig(splits=choose_splits(sequences, keys, cores), warpgroups=2 if head_size <= 128 else 1)
-
-
 def choose_splits(sequences: int, keys: int, cores: int) -> int:
-    """The fewest parts that keep nearly all multiprocessors busy until the end."""
+    """The fewest parts that keep nearly all multiprocessors busy until the end.
+
+    sequences: pairs of a sequence and a key head, each with `keys` keys.
+    """
     most = max(1, min(_MOST_SPLITS, keys // _FEWEST_KEYS))
 
     def busy(splits: int) -> float:

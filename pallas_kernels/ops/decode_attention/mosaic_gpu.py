@@ -22,11 +22,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ops.attention.launch import block_kernel
 from pallas_kernels.ops.decode_attention.combine import Finish, combine, finish_types
-from pallas_kernels.ops.decode_attention.config import QUERIES, ROWS, TILE_KEYS, DecodeConfig, default_config
+from pallas_kernels.ops.decode_attention.config import QUERIES, ROWS, TILE_KEYS, choose_splits, fitting_stages
 from pallas_kernels.ops.decode_attention.plan import Item, Plan, ScoreRule
 from pallas_kernels.ops.decode_attention.ring import Ring, for_each_item, produce, ring_types
-from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.exponents import LOWEST_SCORE
 from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.platform import target_device, varying_like
@@ -46,20 +46,23 @@ def decode_forward(
     scores: ScoreRule,
     page_table: jax.Array | None = None,
     new: tuple[jax.Array, jax.Array] | None = None,
-    config: DecodeConfig | None = None,
+    splits: int | None = None,
+    warpgroups: int | None = None,
+    stages: int = 8,
 ) -> tuple[jax.Array, ...]:
     """Returns (out,), out like query; with `new`, (out, key_cache, value_cache) with the new tokens written.
 
     query: (B, T, N, D), key_cache, value_cache: (B, S, K, D) of one 16-bit dtype, S a multiple of eight, D of 32.
     lengths: (B,) int32. page_table: (B, pages of a sequence) int32, for caches (pages, page size, K, D), the page size
     8, 16, 32 or a multiple of 64. new: keys and values of the newest tokens, (B, T, K, D) each, or None if the caches
-    hold them.
+    hold them. splits, warpgroups, stages: see `Plan`; None: as many as are fastest; as many stages as fit, at most.
     """
     batch, tokens, heads, head_size = query.shape
     keys, kv_heads = key_cache.shape[1] * (1 if page_table is None else page_table.shape[1]), key_cache.shape[2]
     cores = target_device().core_count
-    if config is None:
-        config = default_config(sequences=batch * kv_heads, keys=keys, head_size=head_size, cores=cores)
+    # With larger heads, two rings would have room for a tile or two each.
+    warpgroups = warpgroups or (2 if head_size <= 128 else 1)
+    room = {"head_size": head_size, "itemsize": query.dtype.itemsize, "new_tokens": tokens if new else 0}
     plan = Plan(
         batch=batch,
         kv_heads=kv_heads,
@@ -69,7 +72,9 @@ def decode_forward(
         head_size=head_size,
         dtype=query.dtype,
         scores=scores,
-        config=config.fitted(head_size=head_size, itemsize=query.dtype.itemsize, new_tokens=tokens if new else 0),
+        splits=splits or choose_splits(batch * kv_heads, keys, cores),
+        warpgroups=warpgroups,
+        stages=fitting_stages(stages, warpgroups=warpgroups, **room),
         pages=None if page_table is None else key_cache.shape[0],
         page_size=key_cache.shape[1],
         appends=new is not None,
@@ -98,7 +103,6 @@ def decode_forward(
 
 def _kernel(plan: Plan, cores: int) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the launch, which returns the output if parts are whole sequences; else the operands of `combine`."""
-    config = plan.config
     rows = plan.batch * plan.kv_heads * plan.group * plan.tokens
 
     def decode_attention(query_ref, keys_ref, values_ref, new_refs, index_refs, *refs):
@@ -107,39 +111,37 @@ def _kernel(plan: Plan, cores: int) -> Callable[..., tuple[jax.Array, ...]]:
         finish = Finish(plan=plan, outputs=output_refs, **finish_refs)
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == config.warpgroups)
+        @pl.when(warpgroup == plan.warpgroups)
         def _():
-            if config.warpgroups > 1:
+            if plan.warpgroups > 1:
                 plgpu.set_max_registers(24, action="decrease")
             produce(plan, query_ref, keys_ref, values_ref, new_refs, lengths_ref, page_table_ref, ring)
 
-        @pl.when(warpgroup < config.warpgroups)
+        @pl.when(warpgroup < plan.warpgroups)
         def _():
-            if config.warpgroups > 1:
+            if plan.warpgroups > 1:
                 plgpu.set_max_registers(240, action="increase")
             _compute(plan, lengths_ref, ring, finish, warpgroup)
 
     out_type = [jax.ShapeDtypeStruct((plan.batch, plan.tokens, plan.kv_heads * plan.group, plan.head_size), plan.dtype)]
     if not plan.is_direct:
-        like = (config.splits, plan.batch, plan.kv_heads, plan.rows, -(-plan.head_size // THREADS) * THREADS)
-        statistics = (config.splits, 2, plan.batch, plan.kv_heads, plan.row_blocks * ROWS)
+        like = (plan.splits, plan.batch, plan.kv_heads, plan.rows, -(-plan.head_size // THREADS) * THREADS)
+        statistics = (plan.splits, 2, plan.batch, plan.kv_heads, plan.row_blocks * ROWS)
         out_type = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (like, statistics)]
-    return settings.kernel(
+    return block_kernel(
         decode_attention,
         out_type=out_type,
-        grid=(min(cores, plan.items),),
-        grid_names=("block",),
-        num_threads=config.warpgroups + 1,
-        thread_name="warpgroup",
-        scratch_types=(ring_types(plan), finish_types(plan)),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        blocks=min(cores, plan.items),
+        consumers=plan.warpgroups,
+        scratch=(ring_types(plan), finish_types(plan)),
+        automatic_barriers=False,
         products=product(rows, plan.keys, plan.head_size, plan.dtype).times(2),
     )
 
 
 def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> None:
     """Runs a consumer: attention over its tiles of every part."""
-    config, layout = plan.config, plgpu.Layout.WGMMA
+    layout = plgpu.Layout.WGMMA
     tile_shape = (ROWS, TILE_KEYS)
 
     def full(shape, value, layout):
@@ -161,8 +163,8 @@ def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> 
 
         def tile(i, carry, *, is_masked: bool):
             sums, maximum, total = carry
-            stage = lax.rem(before + i, config.stages)
-            place = warpgroup * config.stages + stage
+            stage = lax.rem(before + i, plan.stages)
+            place = warpgroup * plan.stages + stage
             plgpu.barrier_wait(ring.keys_full.at[place])
 
             def multiply(accumulator):
@@ -173,7 +175,7 @@ def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> 
             plgpu.barrier_arrive(ring.keys_empty.at[place])
             scores = plan.scores.prepare(scores)
             if is_masked:
-                start = (first + i * config.warpgroups + warpgroup) * TILE_KEYS
+                start = (first + i * plan.warpgroups + warpgroup) * TILE_KEYS
                 key = plgpu.broadcasted_iota(jnp.int32, tile_shape, 1, layout=layout) + start
                 position = positions(item, length)
                 is_seen = key <= position
@@ -205,12 +207,12 @@ def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> 
         if plan.scores.window is None:
             # All tokens see the last key of the first tiles.
             seen = (length - plan.tokens + 1) // TILE_KEYS - first
-            unmasked = jnp.clip((seen + config.warpgroups - 1 - warpgroup) // config.warpgroups, 0, own)
+            unmasked = jnp.clip((seen + plan.warpgroups - 1 - warpgroup) // plan.warpgroups, 0, own)
             carry = lax.fori_loop(0, unmasked, lambda i, c: tile(i, c, is_masked=False), carry)
         sums, maximum, total = lax.fori_loop(unmasked, own, lambda i, c: tile(i, c, is_masked=True), carry)
         plgpu.barrier_arrive(ring.query_empty.at[query_slot])
         pl.when(warpgroup == 0)(lambda: finish.take_and_store(item, sums, maximum, total))
-        if config.warpgroups > 1:
+        if plan.warpgroups > 1:
             pl.when(warpgroup > 0)(lambda: finish.give(warpgroup - 1, sums, maximum, total))
         return before + own
 

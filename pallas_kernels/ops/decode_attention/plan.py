@@ -10,7 +10,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.decode_attention.config import ROWS, TILE_KEYS, DecodeConfig, stored_columns
+from pallas_kernels.ops.decode_attention.config import ROWS, TILE_KEYS, stored_columns
 from pallas_kernels.primitives.exponents import LOG2_E
 
 _LARGE_CAP, _SMALL_ANGLE = 1000, 0.02
@@ -50,6 +50,9 @@ class Plan:
     tokens: queries of each sequence. group: query heads of a key head. The tokens * group queries of a key head are
         rows, in `row_blocks` of at most 64.
     keys: the capacity of a sequence's cache.
+    splits: parts of each sequence's keys. A block takes several, of one sequence or more.
+    warpgroups: consumers, which take a part's tiles in turn.
+    stages: key tiles, and value tiles, in each consumer's ring.
     pages: the number of pages, each of `page_size` keys; None: the caches are not paged.
     appends: whether the launch writes the newest tokens' keys and values into the caches.
     """
@@ -62,7 +65,9 @@ class Plan:
     head_size: int
     dtype: jnp.dtype
     scores: ScoreRule
-    config: DecodeConfig
+    splits: int
+    warpgroups: int
+    stages: int
     pages: int | None = None
     page_size: int = 0
     appends: bool = False
@@ -87,14 +92,14 @@ class Plan:
     @property
     def items(self) -> int:
         """Work items of the launch."""
-        return self.row_blocks * self.batch * self.kv_heads * self.config.splits
+        return self.row_blocks * self.batch * self.kv_heads * self.splits
 
     @property
     def is_direct(self) -> bool:
         """Whether a part is a whole sequence with all its rows, so that its result is final."""
         # For TMA, a token's rows must begin at a multiple of 128 bytes in shared memory.
         is_aligned = self.tokens == 1 or stored_columns(self.head_size) * self.dtype.itemsize % 128 == 0
-        return self.config.splits == 1 and self.row_blocks == 1 and is_aligned
+        return self.splits == 1 and self.row_blocks == 1 and is_aligned
 
     def item(self, index: jax.Array) -> Item:
         """The work item with this number.
@@ -104,7 +109,7 @@ class Plan:
         """
         index, head = index // self.kv_heads, lax.rem(index, self.kv_heads)
         index, row_block = index // self.row_blocks, lax.rem(index, self.row_blocks)
-        batch, split = index // self.config.splits, lax.rem(index, self.config.splits)
+        batch, split = index // self.splits, lax.rem(index, self.splits)
         return Item(plan=self, batch=batch, head=head, row_block=row_block, split=split)
 
 
@@ -127,8 +132,8 @@ class Item:
         if plan.scores.window is not None:
             begin = jnp.maximum(length - plan.tokens - plan.scores.window, 0) // size
         count = end - begin
-        first = count * self.split // plan.config.splits
-        last = count * (self.split + 1) // plan.config.splits
+        first = count * self.split // plan.splits
+        last = count * (self.split + 1) // plan.splits
         return length, begin + first, last - first
 
     def sources(self, tile: jax.Array, page_table: Any) -> list[tuple[Any, ...]]:
@@ -157,4 +162,4 @@ class Item:
 
     def own(self, count: jax.Array, warpgroup: int | jax.Array) -> jax.Array:
         """The number of the part's tiles that a consumer takes."""
-        return (count + self.plan.config.warpgroups - 1 - warpgroup) // self.plan.config.warpgroups
+        return (count + self.plan.warpgroups - 1 - warpgroup) // self.plan.warpgroups

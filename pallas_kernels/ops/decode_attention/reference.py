@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ops.attention.reference import attention_reference
+
 
 def appended(cache: jax.Array, new: jax.Array, lengths: jax.Array, page_table: jax.Array | None) -> jax.Array:
     """Returns the cache with the newest tokens' entries `new` (B, T, K, D) at the sequences' ends."""
@@ -46,24 +48,10 @@ def decode_attention_reference(
         key_cache, value_cache = (
             cache[pages].reshape(pages.shape[0], -1, *cache.shape[2:]) for cache in (key_cache, value_cache)
         )
-    batch, tokens, heads, head_size = query.shape
-    keys, kv_heads = key_cache.shape[1:3]
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    factor = head_size**-0.5 if scale is None else scale
-    grouped = query.reshape(batch, tokens, kv_heads, heads // kv_heads, head_size)
-    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key_cache, preferred_element_type=wide) * factor
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    position = jnp.clip(lengths, 0, keys)[:, None] - tokens + jnp.arange(tokens)
+    tokens, keys = query.shape[1], key_cache.shape[1]
+    position = (jnp.clip(lengths, 0, keys)[:, None] - tokens + jnp.arange(tokens))[:, None, :, None]
     key = jnp.arange(keys)
-    is_seen = key <= position[..., None]
+    is_seen = key <= position
     if window is not None:
-        is_seen &= key >= position[..., None] - window
-    is_seen = is_seen[:, None, None]  # (batch, 1, 1, tokens, keys)
-    scores = jnp.where(is_seen, scores, -jnp.inf)
-    highest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
-    weights = jnp.exp(scores - jnp.where(highest == -jnp.inf, 0, highest))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = (weights / jnp.where(total == 0, 1, total)).astype(value_cache.dtype)
-    out = jnp.einsum("bkgts,bskd->btkgd", weights, value_cache, preferred_element_type=wide)
-    return out.reshape(query.shape).astype(query.dtype)
+        is_seen &= key >= position - window
+    return attention_reference(query, key_cache, value_cache, mask=is_seen, scale=scale, softcap=softcap)

@@ -36,9 +36,8 @@ class Ring(NamedTuple):
 
 def ring_types(plan: Plan) -> Ring:
     """The scratch types of a block's ring."""
-    config = plan.config
-    tiles = (config.warpgroups, config.stages, TILE_KEYS, plan.head_size)
-    rings = config.warpgroups * config.stages
+    tiles = (plan.warpgroups, plan.stages, TILE_KEYS, plan.head_size)
+    rings = plan.warpgroups * plan.stages
     full = plgpu.Barrier(num_arrivals=plan.pieces, num_barriers=rings)
     empty = plgpu.Barrier(num_barriers=rings)
     return Ring(
@@ -48,7 +47,7 @@ def ring_types(plan: Plan) -> Ring:
         keys_empty=empty,
         keys_full=full,
         query=shared((QUERIES, ROWS, plan.head_size), plan.dtype),
-        query_empty=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=QUERIES),
+        query_empty=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=QUERIES),
         query_full=plgpu.Barrier(num_barriers=QUERIES),
         values=shared(tiles, plan.dtype),
         values_empty=empty,
@@ -90,7 +89,6 @@ def produce(plan: Plan, query_ref, keys_ref, values_ref, new_refs, lengths_ref, 
 
     new_refs: keys and values of the newest tokens, which are written before the first tile that holds one is loaded.
     """
-    config = plan.config
     loaded = min(ROWS, -(-plan.rows // 8) * 8)
 
     def work(item: Item, number, before):
@@ -110,8 +108,8 @@ def produce(plan: Plan, query_ref, keys_ref, values_ref, new_refs, lengths_ref, 
             pl.when(grown < first + count)(partial(load, ring.newest_here))
 
         def load_tiles(i, _):
-            for warpgroup in range(config.warpgroups):
-                tile = i * config.warpgroups + warpgroup
+            for warpgroup in range(plan.warpgroups):
+                tile = i * plan.warpgroups + warpgroup
 
                 @pl.when(tile < count)
                 def _(warpgroup=warpgroup, tile=tile):
@@ -120,14 +118,14 @@ def produce(plan: Plan, query_ref, keys_ref, values_ref, new_refs, lengths_ref, 
                         write = partial(append, item, length, part, (keys_ref, values_ref), page_table_ref, ring)
                         pl.when(first + tile == grown)(write)
                     load = before[warpgroup] + i
-                    stage = lax.rem(load, config.stages)
-                    barrier = warpgroup * config.stages + stage
+                    stage = lax.rem(load, plan.stages)
+                    barrier = warpgroup * plan.stages + stage
                     sources = item.sources(first + tile, page_table_ref)
                     for ref, buffer, full, empty in (
                         (keys_ref, ring.keys, ring.keys_full, ring.keys_empty),
                         (values_ref, ring.values, ring.values_full, ring.values_empty),
                     ):
-                        pl.when(load >= config.stages)(lambda empty=empty: plgpu.barrier_wait(empty.at[barrier]))
+                        pl.when(load >= plan.stages)(lambda empty=empty: plgpu.barrier_wait(empty.at[barrier]))
                         size = TILE_KEYS // plan.pieces
                         for piece, source in enumerate(sources):
                             rows = pl.ds(piece * size, size)
@@ -135,9 +133,9 @@ def produce(plan: Plan, query_ref, keys_ref, values_ref, new_refs, lengths_ref, 
                             plgpu.copy_gmem_to_smem(ref.at[source], buffer.at[place], full.at[barrier])
 
         lax.fori_loop(0, item.own(count, 0), load_tiles, None)
-        return *(before[w] + item.own(count, w) for w in range(config.warpgroups)), number + 1
+        return *(before[w] + item.own(count, w) for w in range(plan.warpgroups)), number + 1
 
-    *loads, items = for_each_item(plan, work, (jnp.int32(0),) * (config.warpgroups + 1))
+    *loads, items = for_each_item(plan, work, (jnp.int32(0),) * (plan.warpgroups + 1))
 
     # No barrier may be left with an arrival that nobody has seen.
     def drain(barriers, first, places, total):
@@ -148,5 +146,5 @@ def produce(plan: Plan, query_ref, keys_ref, values_ref, new_refs, lengths_ref, 
 
     for warpgroup, total in enumerate(loads):
         for barriers in (ring.keys_empty, ring.values_empty):
-            drain(barriers, warpgroup * config.stages, config.stages, total)
+            drain(barriers, warpgroup * plan.stages, plan.stages, total)
     drain(ring.query_empty, 0, QUERIES, items)

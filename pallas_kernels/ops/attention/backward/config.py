@@ -105,13 +105,15 @@ def usual_two(problem: Problem) -> BackwardConfig:
 
 def two_kernels(problem: Problem) -> BackwardConfig:
     """The two kernels of least estimated time."""
-    usual = usual_two(problem)
-    if not is_plain(problem) or usual.queries is None:
+    usual, masking = usual_two(problem), problem.masking
+    queries = usual.queries
+    if not is_plain(problem) or queries is None:
         return usual
-    return BackwardConfig(
-        keys=cheapest(usual.keys, _other_keys(problem, usual.keys), partial(keys_cost, problem)),
-        queries=cheapest(usual.queries, _other_queries(problem, usual.queries), partial(queries_cost, problem)),
-    )
+    # One warpgroup a block where it has few steps; with more, a causal mask spills.
+    if problem.head_size <= 128 and (masking.queries <= WARPGROUP_ROWS or masking.keys <= queries.columns):
+        queries = cheapest(queries, [replace(queries, warpgroups=1)], partial(queries_cost, problem))
+    keys = cheapest(usual.keys, _other_keys(problem, usual.keys), partial(keys_cost, problem))
+    return BackwardConfig(keys=keys, queries=queries)
 
 
 def _other_keys(problem: Problem, usual: KeysConfig) -> Iterator[KeysConfig]:
@@ -122,13 +124,6 @@ def _other_keys(problem: Problem, usual: KeysConfig) -> Iterator[KeysConfig]:
             yield replace(usual, parts=parts)
             if not usual.adds_dquery:
                 yield replace(usual, parts=parts, shares_keys=False)
-
-
-def _other_queries(problem: Problem, usual: QueriesConfig) -> Iterator[QueriesConfig]:
-    """More blocks, of one warpgroup: where it has few steps; with more, a causal mask spills."""
-    masking = problem.masking
-    if problem.head_size <= 128 and (masking.queries <= WARPGROUP_ROWS or masking.keys <= usual.columns):
-        yield replace(usual, warpgroups=1)
 
 
 def can_be_one(problem: Problem) -> bool:
@@ -195,8 +190,7 @@ def queries_cost(problem: Problem, config: QueriesConfig) -> float:
 
 def backward_cost(problem: Problem, config: BackwardConfig) -> float:
     """The estimated time of the backward pass."""
-    queries = 0.0 if config.queries is None else queries_cost(problem, config.queries)
-    return keys_cost(problem, config.keys) + queries
+    return keys_cost(problem, config.keys) + (queries_cost(problem, config.queries) if config.queries else 0.0)
 
 
 def default_backward(problem: Problem) -> BackwardConfig:

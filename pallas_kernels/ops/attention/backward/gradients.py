@@ -24,14 +24,12 @@ from pallas_kernels.ops.attention.backward.keys_launch import has_warps_apart
 from pallas_kernels.ops.attention.backward.queries import query_gradients
 from pallas_kernels.ops.attention.backward.tiles import MARK, Inputs, rows_of
 from pallas_kernels.ops.attention.dense import TILE
-from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles, segment_query_tiles
+from pallas_kernels.ops.attention.masking import segment_key_tiles, segment_query_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.primitives.exponents import LOG2_E
 from pallas_kernels.primitives.platform import varying_like
 
 _FAR = -1e5
-_CONSTANT = 4096
-"""Numbers that a program may hold as a constant; with more, a kernel that counts takes no noticeable time."""
 
 
 def attention_backward(
@@ -56,12 +54,11 @@ def attention_backward(
         config: None: the measured best, else the default.
     """
     extras = extras or Extras()
-    operands = jax.tree.leaves((query, key, value, out, lse, dout, extras))
     config = config or tuned_backward(problem)
     rows = rows_of(_base_2(lse, extras, problem), out, lse, dout, dlse, TILE)
     inputs = Inputs(query, key, value, dout, rows, {})
     # JAX's warps accept no array that varies over the devices of `jax.shard_map`.
-    varies = any(jax.typeof(operand).manual_axis_type.varying for operand in operands)
+    varies = jax.typeof(query).manual_axis_type.varying
     if config.queries is None and varies and has_warps_apart(problem):
         config = two_kernels(problem)
     if config.queries is None:
@@ -75,11 +72,11 @@ def attention_backward(
         dk, dv = key_gradients(
             inputs._replace(extras=by_keys), problem=problem, forms=problem.forms, config=config.keys
         )
-    dquery, dkey, dvalue = (varying_like(gradient, *operands) for gradient in (dq, dk, dv))
+    dquery, dkey, dvalue = (varying_like(gradient, query) for gradient in (dq, dk, dv))
     dbias = None
     if dscores is not None:
         assert extras.bias is not None
-        dscores = varying_like(dscores[:, :, : query.shape[1], : key.shape[1]], *operands)
+        dscores = varying_like(dscores[:, :, : query.shape[1], : key.shape[1]], query)
         axes = tuple(axis for axis, size in enumerate(extras.bias.shape) if size == 1)
         dbias = jnp.sum(dscores, axis=axes, keepdims=True).astype(extras.bias.dtype)
     if problem.masking.keys == 1 and dlse is None and extras.sinks is None:
@@ -90,7 +87,7 @@ def attention_backward(
         # A sink has no value, so that its weight's gradient is -delta alone.
         base_2, delta = (rows[:, :, i, : lse.shape[2]] for i in (0, 1))
         weights = jnp.exp2(extras.sinks[:, None] * LOG2_E - base_2)
-        dsinks = varying_like(-jnp.sum(weights * delta, axis=(0, 2)), *operands)
+        dsinks = varying_like(-jnp.sum(weights * delta, axis=(0, 2)), query)
     return dquery, dkey, dvalue, Extras(bias=dbias, sinks=dsinks)
 
 
@@ -119,26 +116,18 @@ def _with_whole_tiles(problem: Problem, columns: int) -> Problem:
     return replace(problem, masking=whole, bounds_weights=masking.right is None and whole != masking)
 
 
-def _counted(count: int) -> jax.Array:
-    """0, 1, 2, ..., int32, and an unused zero, without which XLA would count in a kernel each time."""
-    if count > _CONSTANT:
-        return jnp.arange(count, dtype=jnp.int32)
-    return jnp.asarray(np.append(np.arange(count, dtype=np.int32), np.int32(0)))
-
-
 def _extras(
     extras: Extras, problem: Problem, by_key: KeysConfig, by_query: QueriesConfig
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """The extras of the kernel of dkey and dvalue, and of that of dquery; see `Inputs`."""
-    keys = problem.masking.keys
-    by_keys, by_queries = {}, {"places": _counted(keys + -keys % TILE)}
-    for name, array in extras.dense(TILE, TILE).items():
-        by_queries[name], by_keys[name] = array, array.swapaxes(2, 3)
+    keys, masking = problem.masking.keys, problem.masking
+    # An unused zero follows the numbers, without which XLA would count in a kernel each time.
+    places = np.append(np.arange(keys + -keys % TILE, dtype=np.int32), np.int32(0))
+    by_queries = extras.padded(TILE, TILE)
+    by_keys = {name: array.swapaxes(2, 3) if array.ndim == 4 else array for name, array in by_queries.items()}
+    by_queries["places"] = jnp.asarray(places)
     if extras.query_segments is not None and extras.key_segments is not None:
-        own, other, masking = extras.query_segments, extras.key_segments, problem.masking
-        segments = {"query_segments": padded_segments(own, TILE), "key_segments": padded_segments(other, TILE)}
-        by_keys |= segments
-        by_queries |= segments
-        by_keys["tiles"] = segment_query_tiles(masking, own, other, by_key.rows, by_key.columns)
-        by_queries["tiles"] = segment_key_tiles(masking, own, other, by_query.rows, by_query.columns)
+        segments = extras.query_segments, extras.key_segments
+        by_keys["tiles"] = segment_query_tiles(masking, *segments, by_key.rows, by_key.columns)
+        by_queries["tiles"] = segment_key_tiles(masking, *segments, by_query.rows, by_query.columns)
     return by_keys, by_queries

@@ -27,9 +27,9 @@ from jax import lax
 
 from pallas_kernels.ops.attention.backward import shares
 from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, WARPGROUPS, KeysConfig, columns_at_once
-from pallas_kernels.ops.attention.backward.keys_launch import Block, Launch, Outputs
+from pallas_kernels.ops.attention.backward.keys_launch import Block, Launch
 from pallas_kernels.ops.attention.backward.tiles import Inputs, Lane, Tile, added, counted, kept_scale, not_invariant
-from pallas_kernels.ops.attention.launch import block_kernel, run_roles
+from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, block_kernel, run_roles
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.row_tiles import TileForm, multiply_across, multiply_down
@@ -40,8 +40,9 @@ Gradients = tuple[jax.Array, ...]
 def produce(block: Block) -> None:
     """Loads the key tile and then the queries that see it; adds the shares of dquery to their sums."""
     launch, scratch, stages = block.launch, block.scratch, block.launch.config.stages
-    parts, lane = launch.config.parts, block.lane
-    lane = lane if parts == 1 else Lane(lane.batch, lax.div(lane.head, parts))
+    lane = block.lane
+    if launch.config.parts > 1:
+        lane = Lane(lane.batch, lax.div(lane.head, launch.config.parts))
     place = lane.rows(block.first_key, launch.config.columns)
     scratch.k.load_async(block.inputs.key.at[place], scratch.held)
     scratch.v.load_async(block.inputs.value.at[place], scratch.held)
@@ -106,7 +107,9 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
         plgpu.barrier_wait(scratch.met)
 
     def step(n: Any, dk: Any, dv: Any, *, is_masked: bool) -> None:
-        overlaps, parts = launch.overlaps(is_masked), launch.score_parts(is_masked)
+        overlaps = config.overlaps and not (launch.adds and is_masked)
+        # Parts of a step's scores that are computed one after the other, to save registers.
+        parts = 2 if launch.splits_rows and (problem.masking.is_causal or is_masked) else 1
         stage, width = lax.rem(n, config.stages), launch.config.rows // parts
         head, query_tile = block.queries(n, is_masked)
         plgpu.barrier_wait(scratch.full.at[stage])
@@ -224,15 +227,26 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def by_batch(launch: Callable[[Problem, Inputs], Gradients], problem: Problem, inputs: Inputs) -> Gradients:
-    """launch(problem, inputs), as one launch with a larger batch under `jax.vmap`.
+def key_gradients(
+    inputs: Inputs, *, problem: Problem, forms: tuple[TileForm, TileForm], config: KeysConfig
+) -> Gradients:
+    """Returns (dkey, dvalue), like key and value; with `adds_dquery` (dquery, dkey, dvalue).
 
-    JAX's own copies of the kernel would share its semaphores, and none would know whose turn it is.
+    A launch needs memory for `parts` copies of dkey and dvalue if there are several; with `adds_dquery` also for a
+    float32 array like query with whole query tiles. Then it is one launch with a larger batch under `jax.vmap`: JAX's
+    own copies of the kernel would share its semaphores, and none would know whose turn it is.
+
+    Args:
+        inputs: with bias and masks, if any, as (..., keys, queries). With `adds_dquery` there are no extras.
+        problem: with `adds_dquery`, one with whole key tiles.
+        forms: the layouts of tiles of query and key, and of value and dout, in shared memory.
     """
+    if not config.adds_dquery:
+        return _launched(problem, inputs, forms, config)
 
     @jax.custom_batching.custom_vmap
     def compute(inputs):
-        return launch(problem, inputs)
+        return _launched(problem, inputs, forms, config)
 
     @compute.def_vmap
     def _mapped(count, is_mapped, inputs):
@@ -240,37 +254,21 @@ def by_batch(launch: Callable[[Problem, Inputs], Gradients], problem: Problem, i
             whole = array if mapped else jnp.broadcast_to(array, (count, *array.shape))
             return whole.reshape(-1, *whole.shape[2:])
 
-        batch = problem.batch
-        results = by_batch(launch, replace(problem, batch=count * batch), jax.tree.map(flat, inputs, is_mapped[0]))
+        batch, inputs = problem.batch, jax.tree.map(flat, inputs, is_mapped[0])
+        results = key_gradients(inputs, problem=replace(problem, batch=count * batch), forms=forms, config=config)
         return tuple(array.reshape(count, batch, *array.shape[1:]) for array in results), (True, True, True)
 
     return compute(inputs)
 
 
-def key_gradients(
-    inputs: Inputs, *, problem: Problem, forms: tuple[TileForm, TileForm], config: KeysConfig
-) -> Gradients:
-    """Returns (dkey, dvalue), like key and value; with `adds_dquery` (dquery, dkey, dvalue).
-
-    A launch needs memory for `parts` copies of dkey and dvalue if there are several; with `adds_dquery` also for a
-    float32 array like query with whole query tiles.
-
-    Args:
-        inputs: with bias and masks, if any, as (..., keys, queries). With `adds_dquery` there are no extras.
-        problem: with `adds_dquery`, one with whole key tiles.
-        forms: the layouts of tiles of query and key, and of value and dout, in shared memory.
-    """
-    launch = partial(_launched, forms=forms, config=config)
-    return by_batch(launch, problem, inputs) if config.adds_dquery else launch(problem, inputs)
-
-
-def _launched(problem: Problem, inputs: Inputs, *, forms: tuple[TileForm, TileForm], config: KeysConfig) -> Gradients:
+def _launched(problem: Problem, inputs: Inputs, forms: tuple[TileForm, TileForm], config: KeysConfig) -> Gradients:
+    problem = replace(problem, key_heads=problem.key_heads * config.parts)
     launch = Launch(problem=problem, form=forms[0], value_form=forms[1], config=config)
 
     def attention_backward_keys(inputs, *others):
         *results, scratch = others
         warpgroup, number = lax.axis_index("warpgroup"), lax.axis_index("block")
-        block = Block.of(launch, inputs, Outputs.of(launch, results), scratch, number)
+        block = Block.of(launch, inputs, results, scratch, number)
 
         def either(own: Callable[[], None], finish: Callable[[jax.Array], None]) -> None:
             """The role in a block with keys, or in the n-th finisher."""
@@ -292,10 +290,11 @@ def _launched(problem: Problem, inputs: Inputs, *, forms: tuple[TileForm, TileFo
             WARPGROUPS,
             lambda: either(lambda: produce(block), lambda n: shares.produce_finished(block, n)),
             lambda: either(consume_keys, lambda n: shares.consume_finished(block, n, warpgroup)),
-            launch.registers,
+            MORE_FOR_PRODUCER if is_short else REGISTERS,
             consumers_first=launch.warps_apart,
         )
 
+    is_short = launch.adds and problem.masking.is_causal and problem.head_size < 128 and launch.form.in_panels
     if launch.adds:
         attention_backward_keys.__name__ = "attention_backward_fused"
     kernel = block_kernel(

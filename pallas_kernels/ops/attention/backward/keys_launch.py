@@ -20,7 +20,6 @@ from pallas_kernels.ops.attention.backward.tiles import (
     block_place,
     segment_tiles,
 )
-from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.row_tiles import RowTiles, TileForm, shared
 
@@ -73,7 +72,11 @@ def has_warps_apart(problem: Problem) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Static facts of a launch. form, value_form: the layouts of tiles of query and key, and of value and dout."""
+    """Static facts of a launch.
+
+    problem: with the parts of a group's heads, which blocks share, as so many key heads. form, value_form: the layouts
+    of tiles of query and key, and of value and dout.
+    """
 
     problem: Problem
     form: TileForm
@@ -86,42 +89,14 @@ class Launch:
         return self.config.adds_dquery
 
     @property
-    def heads_inside(self) -> bool:
-        """Whether a block loops over the heads of a group for each query tile, or else over the tiles for each head.
-
-        With heads inside, a block comes to a tile of any head after as many steps as the block that it waits for: under
-        a causal mask, short blocks need not wait for long ones to come to the group's last head.
-        """
-        return self.adds and self.problem.masking.is_causal and self.heads > 1
-
-    @property
     def has_finishers(self) -> bool:
         """Whether further blocks compute dquery from the sums; else the last block that adds to it does."""
         return self.adds and not self.problem.masking.is_causal
 
     @property
-    def waves(self) -> int:
-        """Waves of blocks per section of lanes (`block_place`): one where blocks that add do the same work."""
-        return 1 if self.has_finishers else 2
-
-    @property
     def warps_apart(self) -> bool:
         """See `has_warps_apart`."""
         return self.adds and has_warps_apart(self.problem)
-
-    def overlaps(self, is_masked: bool) -> bool:
-        """Whether a step's product for dkey may still run when the next step's products begin."""
-        return self.config.overlaps and not (self.adds and is_masked)
-
-    def score_parts(self, is_masked: bool) -> int:
-        """Parts of a step's scores that are computed one after the other, to save registers."""
-        return 2 if self.splits_rows and (self.problem.masking.is_causal or is_masked) else 1
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a thread of the producer and of a consumer."""
-        is_short = self.adds and self.problem.masking.is_causal and self.problem.head_size < 128 and self.form.in_panels
-        return MORE_FOR_PRODUCER if is_short else REGISTERS
 
     @property
     def automatic_barriers(self) -> bool:
@@ -131,21 +106,6 @@ class Launch:
         threads, after one of the block's barriers, at which all of them arrive.
         """
         return not self.adds or (self.problem.head_size == 64 and not self.problem.masking.is_causal)
-
-    @property
-    def heads(self) -> int:
-        """Query heads that a block loops over."""
-        return self.problem.group // self.config.parts
-
-    @property
-    def parts(self) -> int:
-        """Heads of dkey and dvalue in a batch entry: key heads, times the parts of each."""
-        return self.problem.key_heads * self.config.parts
-
-    @property
-    def lanes(self) -> int:
-        """Parts of all batch entries."""
-        return self.problem.batch * self.parts
 
     @property
     def query_tiles(self) -> int:
@@ -160,7 +120,7 @@ class Launch:
     @property
     def blocks(self) -> int:
         """Blocks with keys; the finishers come after them."""
-        return self.key_tiles * self.lanes
+        return self.key_tiles * self.problem.batch * self.problem.key_heads
 
     @property
     def finishers(self) -> int:
@@ -183,16 +143,6 @@ class Launch:
         """Columns of a share that a warpgroup gives to the producer."""
         return self.problem.head_size if self.splits_rows else self.problem.head_size // WARPGROUPS
 
-    def multiplied_columns(self, keys: RowTiles, warpgroup: Any) -> list[tuple[int, Any]]:
-        """The key columns that a warpgroup multiplies score gradients by, each with its first column in the product."""
-        overlap = WARPGROUPS * (PART - self.width)  # columns that both warpgroups compute
-        if not self.form.in_panels:
-            first = warpgroup * (PART - overlap)
-            return [(0, keys.only_panel if self.splits_rows else keys.only_panel.at[:, pl.ds(first, PART)])]
-        width = self.problem.head_size // self.form.copies
-        first = 0 if self.splits_rows else warpgroup * ((PART - overlap) // width)
-        return [(i * width, keys.read.at[first + i, keys.rows]) for i in range(PART // width)]
-
     def own_columns(self, values: jax.Array, warpgroup: Any) -> jax.Array:
         """The columns of a warpgroup's product that it gives to the producer."""
         if self.width == PART:
@@ -209,11 +159,6 @@ class Launch:
         row, column = (i * PART, 0) if self.splits_rows else (0, i * self.width)
         return ref.at[b, pl.ds(query_tile * self.config.rows + row, PART), head, pl.ds(column, self.width)]
 
-    def adders(self, query_tile: Any) -> Any:
-        """The number of blocks that add to a query tile: the key tiles that it sees begin with the first."""
-        rows = self.config.rows
-        return self.problem.masking.key_tiles(query_tile * rows, rows, self.config.columns).last
-
     def turn(self, batch: Any, head: Any, query_tile: Any) -> Any:
         """The place of a query tile's semaphore."""
         return (batch * self.problem.heads + head) * self.query_tiles + query_tile
@@ -223,7 +168,7 @@ class Launch:
         gradients = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (inputs.key, inputs.value)]
         if self.config.parts > 1:
             batch, keys, _, size = inputs.key.shape
-            gradients = [jax.ShapeDtypeStruct((2, batch, keys, self.parts, size), inputs.key.dtype)]
+            gradients = [jax.ShapeDtypeStruct((2, batch, keys, self.problem.key_heads, size), inputs.key.dtype)]
         if not self.adds:
             return gradients
         # Sums have whole tiles: with groups of rows TMA does not stop at any query, as it does without.
@@ -278,12 +223,6 @@ class Outputs(NamedTuple):
     dkey: Any
     dvalue: Any
 
-    @classmethod
-    def of(cls, launch: Launch, refs: Sequence[Any]) -> Outputs:
-        """The references, of those to `Launch.results`."""
-        sums, dquery, *refs = refs if launch.adds else (None, None, *refs)
-        return cls(sums, dquery, *(refs if launch.config.parts == 1 else (refs[0].at[0], refs[0].at[1])))
-
 
 @dataclass(frozen=True)
 class Block:
@@ -309,9 +248,11 @@ class Block:
     turns: Any
 
     @classmethod
-    def of(cls, launch: Launch, inputs: Inputs, outputs: Outputs, scratch: Scratch, number: Any) -> Block:
-        """The block with this number, called in the kernel."""
+    def of(cls, launch: Launch, inputs: Inputs, results: Sequence[Any], scratch: Scratch, number: Any) -> Block:
+        """The block with this number, called in the kernel. results: references to `Launch.results`."""
         problem, config = launch.problem, launch.config
+        sums, dquery, *gradients = results if launch.adds else (None, None, *results)
+        outputs = Outputs(sums, dquery, *(gradients if config.parts == 1 else (gradients[0].at[i] for i in (0, 1))))
         scratch = scratch._replace(
             **{name: launch.form.tiles(getattr(scratch, name)) for name in ("k", "q")},
             **{name: launch.value_form.tiles(getattr(scratch, name)) for name in ("v", "do")},
@@ -322,26 +263,27 @@ class Block:
             parts = RowTiles(form=launch.part_form(), landed=dquery, read=dquery)
             scratch = scratch._replace(share=share, dquery=parts)
             turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.batch * problem.heads * launch.query_tiles,)))
-        # Under a causal mask the first keys are seen by the most queries.
-        tile, lane = block_place(number, tiles=launch.key_tiles, lanes=launch.lanes, waves=launch.waves)
-        lane = Lane.of(lane, launch.parts)
+        # Under a causal mask the first keys are seen by the most queries. A section has one wave of blocks where all
+        # do the same work and add.
+        lanes, waves = problem.batch * problem.key_heads, 1 if launch.has_finishers else 2
+        tile, lane = block_place(number, tiles=launch.key_tiles, lanes=lanes, waves=waves)
+        lane = Lane.of(lane, problem.key_heads)
         if launch.warps_apart:
             tile, lane = lax.optimization_barrier((tile, lane))
         first_key = tile * config.columns
         tiles = segment_tiles(inputs.extras, lane.batch, tile)
-        tiles = tiles or launch.problem.masking.query_tiles(first_key, config.columns, launch.config.rows)
-        visits = Visits(tiles=tiles)
-        first_head = lane.head * launch.heads
-        first_steps = launch.heads * (visits.full if launch.adds else visits.masked)
-        steps = launch.heads * visits.full + launch.heads * visits.masked
+        visits = Visits(tiles=tiles or problem.masking.query_tiles(first_key, config.columns, config.rows))
+        first_head = lane.head * problem.group
+        first_steps = problem.group * (visits.full if launch.adds else visits.masked)
+        steps = problem.group * visits.full + problem.group * visits.masked
         places = (tile, lane, first_head, first_key)
         return cls(launch, inputs, outputs, scratch, *places, visits, first_steps, steps, turns)
 
     def queries(self, n: Any, is_masked: bool | None = None) -> tuple[Any, Any]:
         """(head, query tile) of a step, with shares from the last tile on. is_masked: of the tile, if known."""
-        visits, launch = self.visits, self.launch
+        visits, launch, heads = self.visits, self.launch, self.launch.problem.group
         # `first_steps`, not captured: LLVM compiles a captured value differently.
-        first_steps = launch.heads * (visits.full if launch.adds else visits.masked)
+        first_steps = heads * (visits.full if launch.adds else visits.masked)
         if is_masked is None:
             later, sooner = self.queries(n, launch.adds), self.queries(n, not launch.adds)
             head, tile = (jnp.where(n >= first_steps, *pair) for pair in zip(later, sooner, strict=True))
@@ -349,8 +291,10 @@ class Block:
         i = n - first_steps if is_masked == launch.adds else n
         # Nothing is divided by a count of zero; yet without the maximum ptxas spills six registers.
         count = jnp.maximum(visits.masked if is_masked else visits.full, 1)
-        if launch.heads_inside:
-            g, i = lax.rem(i, launch.heads), lax.div(i, launch.heads)
+        if launch.adds and launch.problem.masking.is_causal and heads > 1:
+            # Over the heads of a group for each query tile, so that a block comes to a tile of any head after as many
+            # steps as the block that it waits for: short blocks need not wait for long ones to come to the last head.
+            g, i = lax.rem(i, heads), lax.div(i, heads)
         else:
             g, i = lax.div(i, count), lax.rem(i, count)
         i = count - 1 - i if launch.adds else i
@@ -358,15 +302,9 @@ class Block:
 
     def is_last_of(self, query_tile: Any, is_masked: Any) -> Any:
         """Whether this block is the last to add to a query tile, and computes dquery."""
-        launch, masking = self.launch, self.launch.problem.masking
-        if launch.has_finishers:
+        masking, config = self.launch.problem.masking, self.launch.config
+        if self.launch.has_finishers:
             return False
-        if masking.right is None:
-            return self.tile == launch.key_tiles - 1
-        if masking.right == 0 and masking.queries <= masking.keys and masking.keys % launch.config.columns == 0:
-            # Static, to save registers.
-            return is_masked
-        return (
-            self.tile
-            == masking.key_tiles(query_tile * launch.config.rows, launch.config.rows, launch.config.columns).last - 1
-        )
+        if masking.queries <= masking.keys:
+            return is_masked  # static, to save registers
+        return self.tile == masking.key_tiles(query_tile * config.rows, config.rows, config.columns).last - 1

@@ -62,58 +62,25 @@ class Scratch(NamedTuple):
     key_segments: Any
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """Static facts of a launch; see `query_gradients`."""
+def _scratch_types(problem: Problem, config: QueriesConfig) -> Scratch:
+    (form, value_form), has_segments = problem.forms, problem.masking.has_segments
+    slots = config.slots // (1 if form == value_form else 2)
 
-    problem: Problem
-    form: TileForm
-    value_form: TileForm
-    config: QueriesConfig
-
-    @property
-    def has_one_ring(self) -> bool:
-        """Whether keys and values take turns in one ring, which may have an odd number of slots."""
-        return self.form == self.value_form
-
-    def slot(self, n: Any) -> Any:
-        """The slot in its ring of the n-th tile, of keys and values in turns."""
-        if self.has_one_ring:
-            return lax.rem(n, self.config.slots)
-        return lax.rem(lax.div(n, 2), self.config.slots // 2)
-
-    @property
-    def blocks(self) -> int:
-        return pl.cdiv(self.problem.masking.queries, self.config.rows)
-
-    @property
-    def key_blocks(self) -> int:
-        return pl.cdiv(self.problem.masking.keys, self.config.columns)
-
-    @property
-    def automatic_barriers(self) -> bool:
-        """False where products of large heads by panels leave ptxas no registers for Pallas's barriers."""
-        return not (self.form.in_panels and self.form.size > 128)
-
-    def scratch_types(self) -> Scratch:
-        config, form, value_form = self.config, self.form, self.value_form
-        has_segments, slots = self.problem.masking.has_segments, config.slots // (1 if self.has_one_ring else 2)
-
-        def ring(form: TileForm, arrivals: int) -> Ring:
-            return Ring(
-                tiles=form.scratch(slots, config.columns),
-                full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots),
-                empty=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=slots),
-            )
-
-        return Scratch(
-            q=form.scratch(config.warpgroups, WARPGROUP_ROWS),
-            do=value_form.scratch(config.warpgroups, WARPGROUP_ROWS),
-            k=ring(form, form.copies + has_segments),
-            v=None if self.has_one_ring else ring(value_form, value_form.copies),
-            held=plgpu.Barrier(num_arrivals=form.copies + value_form.copies, num_barriers=config.warpgroups),
-            key_segments=plgpu.SMEM((slots, config.columns), jnp.int32) if has_segments else None,
+    def ring(form: TileForm, arrivals: int) -> Ring:
+        return Ring(
+            tiles=form.scratch(slots, config.columns),
+            full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots),
+            empty=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=slots),
         )
+
+    return Scratch(
+        q=form.scratch(config.warpgroups, WARPGROUP_ROWS),
+        do=value_form.scratch(config.warpgroups, WARPGROUP_ROWS),
+        k=ring(form, form.copies + has_segments),
+        v=None if form == value_form else ring(value_form, value_form.copies),
+        held=plgpu.Barrier(num_arrivals=form.copies + value_form.copies, num_barriers=config.warpgroups),
+        key_segments=plgpu.SMEM((slots, config.columns), jnp.int32) if has_segments else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -124,7 +91,8 @@ class _Block:
     first_query: of the block. visits: the key tiles that its queries see.
     """
 
-    launch: _Launch
+    problem: Problem
+    config: QueriesConfig
     inputs: Inputs
     outputs: Sequence[Any]
     scratch: Scratch
@@ -134,51 +102,57 @@ class _Block:
     visits: Visits
 
     @classmethod
-    def of(cls, launch: _Launch, inputs: Inputs, outputs: Sequence[Any], scratch: Scratch) -> _Block:
+    def of(
+        cls, problem: Problem, config: QueriesConfig, inputs: Inputs, outputs: Sequence[Any], scratch: Scratch
+    ) -> _Block:
         """The running block, called in the kernel."""
-        problem, config, masking = launch.problem, launch.config, launch.problem.masking
-        form, value_form = launch.form, launch.value_form
-        k, v = scratch.k, scratch.v
+        masking, (form, value_form), k, v = problem.masking, problem.forms, scratch.k, scratch.v
         k = k._replace(tiles=form.tiles(k.tiles))
         v = k if v is None else v._replace(tiles=value_form.tiles(v.tiles))
         scratch = scratch._replace(q=form.tiles(scratch.q), do=value_form.tiles(scratch.do), k=k, v=v)
+        blocks = pl.cdiv(masking.queries, config.rows)
+        place, lane = block_place(lax.axis_index("block"), tiles=blocks, lanes=problem.batch * problem.heads)
         # Under a causal mask the last queries see the most keys.
-        place, lane = block_place(lax.axis_index("block"), tiles=launch.blocks, lanes=problem.batch * problem.heads)
-        tile_index = launch.blocks - 1 - place
+        tile_index = blocks - 1 - place
         lane = Lane.of(lane, problem.heads)
         key_head = lax.div(lane.head, problem.group)
         first_query = tile_index * config.rows
         tiles = segment_tiles(inputs.extras, lane.batch, tile_index)
         tiles = tiles or masking.key_tiles(first_query, config.rows, config.columns)
         if problem.has_bias:  # its gradient has all scores'
-            tiles = tiles._replace(first=0, last=launch.key_blocks)
-        visits = Visits(tiles=tiles)
-        return cls(launch, inputs, outputs, scratch, lane, key_head, first_query, visits)
+            tiles = tiles._replace(first=0, last=pl.cdiv(masking.keys, config.columns))
+        return cls(problem, config, inputs, outputs, scratch, lane, key_head, first_query, Visits(tiles=tiles))
+
+    def slot(self, n: Any) -> Any:
+        """The slot in its ring of the n-th tile, of keys and values in turns; one ring may have an odd number."""
+        if self.scratch.k is self.scratch.v:
+            return lax.rem(n, self.config.slots)
+        return lax.rem(lax.div(n, 2), self.config.slots // 2)
 
     def produce(self) -> None:
         """Runs the producer: loads the queries, and all the keys and values that they see."""
         scratch, visits = self.scratch, self.visits
-        for warpgroup in range(self.launch.config.warpgroups):
+        for warpgroup in range(self.config.warpgroups):
             place = self.lane.rows(self.first_query + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
             scratch.q.at(warpgroup).load_async(self.inputs.query.at[place], scratch.held.at[warpgroup])
             scratch.do.at(warpgroup).load_async(self.inputs.dout.at[place], scratch.held.at[warpgroup])
-        masked, full = (counted(self.launch.problem, count) for count in (visits.masked, visits.full))
+        masked, full = (counted(self.problem, count) for count in (visits.masked, visits.full))
         n = lax.fori_loop(0, masked, self._loader(visits.masked_tile), jnp.int32(0))
         n = lax.fori_loop(0, full, self._loader(visits.full_tile), n)
-        if self.launch.has_one_ring:
-            drain(scratch.k.empty, self.launch.config.slots, n)
+        if scratch.k is scratch.v:
+            drain(scratch.k.empty, self.config.slots, n)
             return
         for ring in (scratch.k, scratch.v):
-            drain(ring.empty, self.launch.config.slots // 2, lax.div(n, 2))
+            drain(ring.empty, self.config.slots // 2, lax.div(n, 2))
 
     def _loader(self, tile_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
         """The body of a loop that loads the i-th key tile and then its values; n counts both."""
-        launch, config, inputs, scratch = self.launch, self.launch.config, self.inputs, self.scratch
+        config, inputs, scratch = self.config, self.inputs, self.scratch
 
         def step(i, n):
             place = (self.lane.batch, pl.ds(tile_of(i) * config.columns, config.columns), self.key_head)
             for ref, ring in ((inputs.key, scratch.k), (inputs.value, scratch.v)):
-                slot = launch.slot(n)
+                slot = self.slot(n)
                 pl.when(n >= config.slots)(lambda ring=ring, slot=slot: plgpu.barrier_wait(ring.empty.at[slot]))
                 ring.tiles.at(slot).load_async(ref.at[place], ring.full.at[slot])
                 if scratch.key_segments is not None and ring is scratch.k:
@@ -193,8 +167,8 @@ class _Block:
 
 def consume(block: _Block, warpgroup: Any) -> None:
     """Runs a consumer: computes and stores dquery of 64 queries, and what else the launch returns."""
-    launch, scratch, lane, extras = block.launch, block.scratch, block.lane, block.inputs.extras
-    problem, config, visits = launch.problem, launch.config, block.visits
+    scratch, lane, extras = block.scratch, block.lane, block.inputs.extras
+    problem, config, visits = block.problem, block.config, block.visits
     first = block.first_query + warpgroup * WARPGROUP_ROWS
 
     def of_queries(ref: Any, *place: Any) -> jax.Array:
@@ -211,10 +185,10 @@ def consume(block: _Block, warpgroup: Any) -> None:
     def release(n: Any) -> None:
         if scratch.key_segments is not None:
             plgpu.commit_smem()  # threads have read what TMA writes next
-        plgpu.barrier_arrive(scratch.k.empty.at[launch.slot(2 * n)])
+        plgpu.barrier_arrive(scratch.k.empty.at[block.slot(2 * n)])
 
     def step(n: Any, key_tile: Any, dq: Any, *, is_masked: bool) -> None:
-        k_slot, v_slot = (launch.slot(2 * n + i) for i in (0, 1))
+        k_slot, v_slot = (block.slot(2 * n + i) for i in (0, 1))
         keys, values = scratch.k.tiles.at(k_slot), scratch.v.tiles.at(v_slot)
         column = key_tile * config.columns
         tile = Tile(
@@ -237,7 +211,7 @@ def consume(block: _Block, warpgroup: Any) -> None:
             multiply_across(s, own_q, keys)
             plgpu.barrier_wait(scratch.v.full.at[v_slot])
             multiply_across(dp, own_do, values)
-            scores = plgpu.wgmma_accumulator_load(s, wait_n=launch.value_form.copies)
+            scores = plgpu.wgmma_accumulator_load(s, wait_n=problem.forms[1].copies)
             if config.overlaps:
                 pl.when(n > 0)(lambda: release(n - 1))
             weights, slope = tile.weights(scores, lse, is_masked=is_masked)
@@ -269,15 +243,20 @@ def consume(block: _Block, warpgroup: Any) -> None:
             pl.when(steps > 0)(lambda: release(steps - 1))
         return result
 
-    sums = plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, launch.form.size), jnp.float32)
+    sums = plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, problem.head_size), jnp.float32)
     dq = pl.run_scoped(over_keys, sums)
     own = scratch.q.at(warpgroup)
-    if not launch.automatic_barriers:
+    if not _has_automatic_barriers(problem):
         plgpu.commit_smem()  # all of the warpgroup's warps have read
-    own.store(dq * problem.scale, width=columns_at_once(launch.form.size))
+    own.store(dq * problem.scale, width=columns_at_once(problem.head_size))
     plgpu.commit_smem()
     own.send(block.outputs[0].at[lane.rows(first, WARPGROUP_ROWS)])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _has_automatic_barriers(problem: Problem) -> bool:
+    """False where products of large heads by panels leave ptxas no registers for Pallas's barriers."""
+    return not (problem.in_panels and problem.head_size > 128)
 
 
 def query_gradients(inputs: Inputs, *, problem: Problem, config: QueriesConfig) -> tuple[jax.Array, jax.Array | None]:
@@ -285,30 +264,30 @@ def query_gradients(inputs: Inputs, *, problem: Problem, config: QueriesConfig) 
 
     These are (batch, heads, queries, keys), float32, padded to whole tiles.
     """
-    launch = _Launch(problem, *problem.forms, config)
+    blocks, key_blocks = pl.cdiv(problem.masking.queries, config.rows), pl.cdiv(problem.masking.keys, config.columns)
 
     def attention_backward_queries(inputs, *others):
         *outputs, scratch = others
         warpgroup = lax.axis_index("warpgroup")
-        block = _Block.of(launch, inputs, outputs, scratch)
+        block = _Block.of(problem, config, inputs, outputs, scratch)
         needs_more = config.warpgroups == 1 or (problem.in_panels and problem.head_size == 96)
         registers = MORE_FOR_PRODUCER if needs_more else REGISTERS
         run_roles(warpgroup, config.warpgroups, block.produce, lambda: consume(block, warpgroup), registers)
 
     out_type = [jax.ShapeDtypeStruct(inputs.query.shape, problem.dtype)]
     if problem.has_bias:
-        shape = (launch.blocks * config.rows, launch.key_blocks * config.columns)
+        shape = (blocks * config.rows, key_blocks * config.columns)
         out_type.append(jax.ShapeDtypeStruct((problem.batch, problem.heads, *shape), jnp.float32))
     # With segments there is no room for sums across warps, and there are none.
     params = {"reduction_scratch_bytes": 0} if problem.masking.has_segments else {}
     kernel = block_kernel(
         attention_backward_queries,
         out_type=out_type,
-        blocks=launch.blocks * problem.batch * problem.heads,
+        blocks=blocks * problem.batch * problem.heads,
         consumers=config.warpgroups,
-        scratch=(launch.scratch_types(),),
+        scratch=(_scratch_types(problem, config),),
         products=problem.products(2, 1),
-        automatic_barriers=launch.automatic_barriers,
+        automatic_barriers=_has_automatic_barriers(problem),
         **params,
     )
     dquery, *others = kernel(inputs)

@@ -118,11 +118,20 @@ def _send(part: RowTiles, place: Any) -> None:
 
 def multiply(block: Block, warpgroup: Any, both_ds: Any, keys: Any, dq: Any) -> None:
     """Starts a warpgroup's half of a share: score gradients, of both warpgroups, by the block's keys."""
-    launch = block.launch
+    launch, form, tile = block.launch, block.launch.form, block.scratch.k.at(rows=keys)
     own_ds = both_ds.at[:, pl.ds(warpgroup * PART, PART)] if launch.splits_rows else both_ds
-    for start, columns in launch.multiplied_columns(block.scratch.k.at(rows=keys), warpgroup):
-        own_dq = dq if columns.shape[1] == PART else dq.at[:, pl.ds(start, columns.shape[1])]
-        plgpu.wgmma(own_dq, own_ds.transpose((1, 0)), columns)
+    overlap = WARPGROUPS * (PART - launch.width)  # columns that both warpgroups compute
+    if not form.in_panels:
+        columns = tile.only_panel
+        if not launch.splits_rows:
+            columns = columns.at[:, pl.ds(warpgroup * (PART - overlap), PART)]
+        plgpu.wgmma(dq, own_ds.transpose((1, 0)), columns)
+        return
+    width = form.size // form.copies
+    first = 0 if launch.splits_rows else warpgroup * ((PART - overlap) // width)
+    for i in range(PART // width):
+        own_dq = dq if width == PART else dq.at[:, pl.ds(i * width, width)]
+        plgpu.wgmma(own_dq, own_ds.transpose((1, 0)), tile.read.at[first + i, tile.rows])
 
 
 def give(block: Block, warpgroup: Any, n: Any, values: jax.Array, query_tile: Any, *, is_masked: bool) -> None:
@@ -184,9 +193,8 @@ def produce_finished(block: Block, number: Any) -> None:
         slot = lax.rem(n, SHARES)
         pl.when(n >= SHARES)(lambda: plgpu.barrier_wait(scratch.share_full.at[slot]))
         batch, head, tile = at(n)
-        adders = launch.adders(tile)
         turn = block.turns.at[launch.turn(batch, head, tile)]
-        plgpu.semaphore_wait(turn, adders, decrement=False, memory_scope="gpu")
+        plgpu.semaphore_wait(turn, launch.key_tiles, decrement=False, memory_scope="gpu")
         for i in range(WARPGROUPS):
             part = launch.part_of(block.outputs.sums, batch, head, tile, i)
             plgpu.copy_gmem_to_smem(part, scratch.share.at[slot, i], scratch.sum_full.at[slot])

@@ -7,7 +7,6 @@ from functools import partial
 
 from pallas_kernels import tuning
 from pallas_kernels.ops.attention.cost import cheapest, launch_cost
-from pallas_kernels.ops.attention.head_tiles import LEAST_SIZE
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.platform import target_device
 
@@ -18,6 +17,11 @@ STAGES = 2
 _ROW_COST = {1: 1.5, 2: 1.0, 3: 0.82}
 """Time of a query row by the warpgroups of a block, relative to two. One's softmax runs beside no products (8.1 µs for
 11.3 of two, with twice the rows, in one round). Three keep the tensor cores busier (launches take 0.86 to 0.97)."""
+_LEAST_SIZE = 32
+"""Smaller heads take XLA: more than half of a padded tile would be zeros.
+
+Heads of 40 in tiles of 64, 8x32x12x40 bf16: 2.6 µs forward (H200); XLA 13.0 (H100).
+"""
 _KEYS_OF_TURNS = 1024
 """Up to so many keys, all visible and in whole tiles, warpgroups take turns."""
 
@@ -43,7 +47,7 @@ class ForwardConfig:
     queries_in_registers: bool = False
     ping_pong: bool = True
     is_persistent: bool = True
-    own_output: bool = False
+    own_output: bool = True
     output_parts: int = 1
     memory_registers: int = 40
     compute_registers: int = 232
@@ -93,32 +97,29 @@ def _of_two_warpgroups(problem: Problem) -> ForwardConfig:
     """The form of two warpgroups that has registers for the problem's features; each holds some beside the scores."""
     masking, size, features = problem.masking, problem.head_size, problem.features + (problem.masking.left is not None)
     is_large, narrows = size > 128, problem.value_size < size
-    few = ForwardConfig(columns=64, is_persistent=False, own_output=narrows)  # which has the layout of values, not keys
-    if features > (not is_large):
-        return few
+    # Masks and panels take too many registers in a loop over query tiles.
+    is_tight = is_large and not narrows and masking.has_band and problem.in_panels and masking.keys <= 128
+    if is_tight or features > (not is_large):
+        return ForwardConfig(columns=64, is_persistent=False, own_output=narrows)  # in the layout of values, not keys
     if narrows:
-        return ForwardConfig(own_output=True, output_parts=2)
+        return ForwardConfig(output_parts=2)
+    if is_large and size <= 192:
+        return ForwardConfig(columns=64)
     if is_large:
-        if masking.has_band and problem.in_panels and masking.keys <= 2 * few.columns:
-            return few  # masks and panels take too many registers in a loop over query tiles
-        usual = replace(few, is_persistent=True, own_output=True)
-        if size <= 192:
-            return usual
-        registers = {"memory_registers": 24, "compute_registers": 240}
-        return replace(usual, output_parts=2, ping_pong=masking.keys < _KEYS_OF_TURNS, **registers)
-    config = ForwardConfig(own_output=True, queries_in_registers=bool(problem.dropout_rate))
+        large = ForwardConfig(columns=64, output_parts=2, memory_registers=24, compute_registers=240)
+        return replace(large, ping_pong=masking.keys < _KEYS_OF_TURNS)
     if features or (masking.has_band and not masking.is_causal):
-        return config
+        return ForwardConfig(queries_in_registers=bool(problem.dropout_rate))
     if masking.keys <= 64:
-        return replace(config, columns=64)
+        return ForwardConfig(columns=64)
     if masking.is_causal:
         # Two key tiles in panels of 32 columns leave ptxas no registers for turns.
-        takes_turns = not (size == 96 and problem.in_panels and masking.keys <= 2 * config.columns)
-        return replace(config, queries_in_registers=size <= 96, ping_pong=takes_turns)
+        takes_turns = not (size == 96 and problem.in_panels and masking.keys <= 256)
+        return ForwardConfig(queries_in_registers=size <= 96, ping_pong=takes_turns)
     # With queries in registers, ptxas has none for a last tile that is not whole, or for panels.
-    holds_queries = size > 64 and masking.keys % config.columns == 0 and not problem.in_panels
+    holds_queries = size > 64 and masking.keys % 128 == 0 and not problem.in_panels
     takes_turns = not holds_queries or masking.keys <= _KEYS_OF_TURNS
-    return replace(config, queries_in_registers=holds_queries, ping_pong=takes_turns)
+    return ForwardConfig(queries_in_registers=holds_queries, ping_pong=takes_turns)
 
 
 def tuned_forward(problem: Problem) -> ForwardConfig:
@@ -138,6 +139,7 @@ def known(problem: Problem) -> tuning.Key:
         "mask_value": problem.mask_value,
         "softcap": problem.softcap,
         "dropout": problem.dropout_rate,
+        "narrower heads": problem.clips,
     }
     return {
         "batch": tuning.near(problem.batch),
@@ -171,10 +173,10 @@ def forward_candidates(problem: Problem) -> dict[str, ForwardConfig]:
     return candidates
 
 
-def preferred(problem: Problem) -> tuple[str, ...]:
+def preferred(problem: Problem, head_size: int) -> tuple[str, ...]:
     """The implementations to try, in this order, where the caller leaves the choice; "xla" if there are none.
 
-    A single key has weights of one, for which XLA has two short kernels.
+    A single key has weights of one, for which XLA has two short kernels. head_size: of the arrays.
     """
-    untuned = () if problem.masking.keys == 1 or problem.head_size < LEAST_SIZE else ("mosaic",)
+    untuned = () if problem.masking.keys == 1 or head_size < _LEAST_SIZE else ("mosaic",)
     return tuple(tuning.implementations("attention", known(problem), untuned=untuned))

@@ -13,8 +13,8 @@ low-precision", 2024, https://arxiv.org/abs/2407.08608
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -26,9 +26,10 @@ from pallas_kernels.ops.attention.forward.consumer import Consumer
 from pallas_kernels.ops.attention.forward.producer import Block, load_operands
 from pallas_kernels.ops.attention.forward.schedule import Schedule
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
-from pallas_kernels.ops.attention.masking import padded_segments, segment_key_tiles
+from pallas_kernels.ops.attention.masking import segment_key_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.row_tiles import TileForm
 
 
 def attention_forward(
@@ -42,45 +43,20 @@ def attention_forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse): out as `attention`'s, lse (batch, heads, queries) float32, -inf for a query that sees no key.
 
-    query, key, value: see `attention`; of one 16-bit dtype.
+    query, key, value: see `attention`; of one 16-bit dtype. Under `jax.shard_map` all arrays vary over the same axes.
     """
     config = config or tuned_forward(problem)
-    arrays = _extra_arrays(extras, problem, config)
+    arrays = extras.padded(config.rows, config.columns)
+    if extras.sinks is not None:
+        arrays["sinks"] = extras.sinks
+    if extras.query_segments is not None and extras.key_segments is not None:
+        segments = extras.query_segments, extras.key_segments
+        arrays["tiles"] = segment_key_tiles(problem.masking, *segments, config.rows, config.columns)
     blocks = target_device().core_count if config.is_persistent else None
     schedule = Schedule.of(problem, config.rows, config.columns, blocks)
     table = schedule.table
     if table is not None:
         arrays["table"] = jnp.asarray(table)
-    out_type = [
-        jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), problem.dtype),
-        jax.ShapeDtypeStruct((problem.batch, problem.heads, schedule.tiles * config.rows), jnp.float32),
-    ]
-    out, lse = _kernel(problem, config, schedule, out_type)(query, key, value, arrays)
-    everything = (query, key, value, *arrays.values())
-    return varying_like(out, *everything), varying_like(lse[:, :, : problem.masking.queries], *everything)
-
-
-def _extra_arrays(extras: Extras, problem: Problem, config: ForwardConfig) -> dict[str, jax.Array]:
-    """The kernel's further arrays, by name, padded to whole tiles."""
-    rows, columns = config.rows, config.columns
-    arrays = extras.dense(rows, columns)
-    if extras.sinks is not None:
-        arrays["sinks"] = extras.sinks
-    if extras.query_segments is not None and extras.key_segments is not None:
-        own, other = extras.query_segments, extras.key_segments
-        arrays["tiles"] = segment_key_tiles(problem.masking, own, other, rows, columns)
-        arrays["query_segments"] = padded_segments(own, rows)
-        arrays["key_segments"] = padded_segments(other, columns)
-    return arrays
-
-
-def _kernel(
-    problem: Problem,
-    config: ForwardConfig,
-    schedule: Schedule,
-    out_type: list[jax.ShapeDtypeStruct],
-) -> Callable[..., list[jax.Array]]:
-    warpgroups = config.warpgroups
     form, value_form = problem.forms
     out_form = replace(value_form, size=problem.value_size // config.output_parts)
     forms = {"q": form, "k": form, "v": value_form, "out": out_form}
@@ -101,41 +77,53 @@ def _kernel(
         consumer = Consumer(block=block, warpgroup=warpgroup)
         run_roles(
             warpgroup,
-            warpgroups,
+            config.warpgroups,
             lambda: load_operands(block, q_ref, k_ref, v_ref),
             lambda: consumer.run(results),
             (config.memory_registers, config.compute_registers),
         )
 
-    buffers = {
-        "q": form.scratch(warpgroups, ROWS),
-        "k": form.scratch(STAGES, config.columns),
-        "v": value_form.scratch(STAGES, config.columns),
-        "lse": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
-    }
-    if config.own_output:
-        buffers["out"] = out_form.scratch(warpgroups, ROWS)
-    has_segments = problem.masking.has_segments
-    if has_segments:
-        buffers["segments"] = plgpu.SMEM((STAGES, config.columns), jnp.int32)
-    barriers = {
-        "q_full": plgpu.Barrier(num_arrivals=form.copies, num_barriers=warpgroups),
-        "q_empty": plgpu.Barrier(num_barriers=warpgroups),
-        "k_full": plgpu.Barrier(num_arrivals=form.copies + has_segments, num_barriers=STAGES),
-        "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
-        "v_full": plgpu.Barrier(num_arrivals=value_form.copies, num_barriers=STAGES),
-        "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
-    }
-    if config.ping_pong and warpgroups > 1:
-        barriers["turn"] = plgpu.Barrier(num_barriers=warpgroups)
-    return block_kernel(
+    launch = block_kernel(
         attention,
-        out_type=out_type,
+        out_type=[
+            jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), problem.dtype),
+            jax.ShapeDtypeStruct((problem.batch, problem.heads, schedule.tiles * config.rows), jnp.float32),
+        ],
         blocks=schedule.blocks,
-        consumers=warpgroups,
-        scratch=(buffers, barriers),
+        consumers=config.warpgroups,
+        scratch=_scratch_types(problem, config, forms),
         products=problem.products(1, 1),
         # Only TMA and tensor cores read shared memory, and there are no sums across warps.
         automatic_barriers=False,
         reduction_scratch_bytes=0,
     )
+    out, lse = launch(query, key, value, arrays)
+    return varying_like(out, query), varying_like(lse[:, :, : problem.masking.queries], query)
+
+
+def _scratch_types(
+    problem: Problem, config: ForwardConfig, forms: dict[str, TileForm]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The types of a block's buffers and barriers, by name."""
+    warpgroups, has_segments = config.warpgroups, problem.masking.has_segments
+    buffers = {
+        "q": forms["q"].scratch(warpgroups, ROWS),
+        "k": forms["k"].scratch(STAGES, config.columns),
+        "v": forms["v"].scratch(STAGES, config.columns),
+        "lse": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
+    }
+    if config.own_output:
+        buffers["out"] = forms["out"].scratch(warpgroups, ROWS)
+    if has_segments:
+        buffers["segments"] = plgpu.SMEM((STAGES, config.columns), jnp.int32)
+    barriers = {
+        "q_full": plgpu.Barrier(num_arrivals=forms["q"].copies, num_barriers=warpgroups),
+        "q_empty": plgpu.Barrier(num_barriers=warpgroups),
+        "k_full": plgpu.Barrier(num_arrivals=forms["k"].copies + has_segments, num_barriers=STAGES),
+        "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
+        "v_full": plgpu.Barrier(num_arrivals=forms["v"].copies, num_barriers=STAGES),
+        "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
+    }
+    if config.ping_pong and warpgroups > 1:
+        barriers["turn"] = plgpu.Barrier(num_barriers=warpgroups)
+    return buffers, barriers
