@@ -1,7 +1,7 @@
 """Fuses unmodified public models and writes what `xlafuse.fuse` takes and refuses in them, for docs/public-models.md.
 
     python scripts/public_models [MODEL ...] --checkouts FOLDER
-    python scripts/public_models [MODEL ...] --checkouts FOLDER --times 6  # of at most 6 layers, on a GPU
+    python scripts/public_models [MODEL ...] --checkouts FOLDER --times 6  # at most 6 layers, on a GPU
     python scripts/public_models --write-page
 
 Needs the extra 'deviceless', no GPU, and the packages of sources.py; a model whose package cannot be imported is left
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(model.name for model in MODELS))
     parser.add_argument("--checkouts", type=Path, default=Path(), help="folder of the repositories")
-    parser.add_argument("--times", type=int, metavar="LAYERS", help="time steps of real size, of at most so many")
+    parser.add_argument("--times", type=int, metavar="LAYERS", help="time real sizes, with at most so many layers")
+    parser.add_argument("--parts", nargs="+", choices=TIMED, default=TIMED, help="what to time; default: all")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to complete; default: %(default)s")
     parser.add_argument("--write-page", action="store_true", help="only write the page")
     options = parser.parse_args(argv)
@@ -63,10 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in () if options.write_page else MODELS:
         if options.models and model.name not in options.models:
             continue
-        for part in ("step",) if options.times else PARTS:
+        for part in options.parts if options.times else PARTS:
             try:
                 if options.times:
-                    found = {part: {"real": times_of(model, options.checkouts, options.times)}}
+                    found = {part: {"real": times_of(model, part, options.checkouts, options.times)}}
                 else:
                     found = run(model, part, options.checkouts)
             except ModuleNotFoundError as error:
@@ -121,17 +122,24 @@ def part_of(program: Program, part: str) -> tuple[Callable[..., Any], Callable[[
     return program.loss, step_of if part == "step" else jax.value_and_grad
 
 
-def times_of(model: PublicModel, checkouts: Path, layers: int) -> dict[str, Any]:
-    """Times a model's training step on the attached GPU, at the real size with at most so many layers."""
+def times_of(model: PublicModel, part: str, checkouts: Path, layers: int) -> dict[str, Any]:
+    """Times a part of a model on the attached GPU, at the real size with at most so many layers."""
     program = model.build(checkouts, jnp.bfloat16, "real", layers)
     with jax.default_device(jax.devices("cpu")[0]):  # XLA compiles umT5's initializers for a GPU in over two minutes
         params = jax.jit(program.init)(jax.random.key(0))
     params = jax.device_put(params, jax.devices()[0])
-    fn, outer = part_of(program, "step")
-    return {"size": program.size, **timed(fn, outer, (params, OPTIMIZER.init(params), *program.batch))}
+    state = (OPTIMIZER.init(params),) if part == "step" else ()
+    fn, outer = part_of(program, part)
+
+    def checked(result: Any) -> Any:
+        """Returns a step's loss and first moments, which are a tenth of the gradients: AdamW hides their sizes."""
+        return (result[2], result[1][0].mu) if part == "step" else result
+
+    return {"size": program.size, **timed(fn, outer, (params, *state, *program.batch), checked)}
 
 
 PARTS = ("numerics", "forward", "gradient", "step")
+TIMED = ("forward", "step")
 OPTIMIZER = optax.adamw(1e-3)
 
 
@@ -304,14 +312,14 @@ def _programs(results: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def _times(results: dict[str, Any]) -> Iterator[list[str]]:
-    for name, step in ((name, found.get("step", {})) for name, found in results.items()):
-        if real := step.get("real"):
+    for name, part, times in ((name, part, found.get(part, {})) for name, found in results.items() for part in TIMED):
+        if real := times.get("real"):
             before, after = (real[which]["wall_us"] / 1e3 for which in ("before", "after"))
-            peer = step.get("torch", {})
+            peer = times.get("torch", {})
             is_alike = bool(peer) and real["gpu"] == peer["gpu"] and real["size"].startswith(peer["size"])
             cells = [f"{before:.1f}", f"{after:.1f}", f"{before / after:.2f}"]
             cells += [f"{(other := peer['wall_us'] / 1e3):.1f}", f"{other / after:.2f}"] if is_alike else ["", ""]
-            yield [name, "step", real["size"], real["gpu"], *cells]
+            yield [name, part, real["size"], real["gpu"], *cells]
 
 
 def _check(numerics: dict[str, Any] | None) -> list[str]:

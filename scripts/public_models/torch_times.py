@@ -1,10 +1,10 @@
 """Times the same models through torch.compile on the attached GPU, for docs/public-models.md.
 
-    python scripts/public_models/torch_times.py [MODEL ...] --layers 8
+    python scripts/public_models/torch_times.py [MODEL ...] --layers 8 [--parts step forward] [--mode default]
 
 As a user of PyTorch would train them: the models of `transformers`, float32 weights under bfloat16 autocast, fused
-AdamW, attention by `scaled_dot_product_attention`, experts by `grouped_mm`. Sizes are those of sizes.py. Needs PyTorch
-and transformers.
+AdamW, attention by `scaled_dot_product_attention`, experts by `grouped_mm`. Sizes are those of sizes.py. Forward passes
+return logits, and draw dropout's masks. Needs PyTorch and transformers.
 """
 
 # pyright: reportMissingImports=false
@@ -25,6 +25,7 @@ import torch
 import transformers
 
 RESULTS = Path(__file__).resolve().parents[2] / "notebooks/results/public_models.json"
+PARTS = ("step", "forward")
 UNSEEN = -100  # a label that has no loss
 
 
@@ -145,13 +146,13 @@ class _Experts(torch.nn.Module):
             torch.nn.init.normal_(each, std=0.02)
         self.norms, self.blocks = torch.nn.ModuleList(norms), torch.nn.ModuleList(blocks)
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor]:
-        """Returns the loss."""
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor]:
+        """Returns the loss, or the result where there are no labels."""
         for place, block in enumerate(self.blocks):
             narrow = {name: each.bfloat16() for name, each in block.named_parameters()}  # autocast leaves grouped_mm
             y = torch.func.functional_call(block, narrow, (self.norms[2 * place](x).bfloat16(),))
             x = x + self.norms[2 * place + 1](y).bfloat16()
-        return ((x - labels).float().square().mean(),)
+        return (x if labels is None else (x - labels).float().square().mean(),)
 
 
 def _rows(stack: sizes.Stack) -> dict[str, torch.Tensor]:
@@ -183,25 +184,31 @@ MODELS: dict[str, tuple[dict[Any, sizes.Stack], Callable[[sizes.Stack], Any], Ca
 """By name: sizes, what makes the model, and what makes its batch."""
 
 
-def step_ms(name: str, layers: int, rounds: int = 7, calls: int = 3) -> float:
-    """Returns the wall clock of a model's training step among several in flight, in ms: the median of the rounds."""
+def part_ms(name: str, part: str, layers: int, mode: str, rounds: int = 7, calls: int = 3) -> float:
+    """Returns the wall clock of a part of a model among several in flight, in ms: the median of the rounds."""
     table, make, batch_of = MODELS[name]
     stack = sizes.resolve(table, "real", layers)
     model, batch = make(stack).to("cuda").train(), batch_of(stack)
+    if part == "forward":
+        batch = {key: each for key, each in batch.items() if key not in ("labels", "return_loss")}
 
-    def loss_of(batch: dict[str, Any]) -> torch.Tensor:
+    def first_of(batch: dict[str, Any]) -> torch.Tensor:
+        """Returns the loss, or the logits of a batch without labels."""
         with torch.autocast("cuda", torch.bfloat16):
             return model(**batch)[0]
 
-    compiled = torch.compile(loss_of)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    compiled = torch.compile(first_of, mode=mode)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) if part == "step" else None
 
     def run(count: int) -> float:
         began = time.perf_counter()
-        for _ in range(count):
-            compiled(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        with torch.set_grad_enabled(optimizer is not None):
+            for _ in range(count):
+                result = compiled(batch)
+                if optimizer is not None:
+                    result.backward()
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         return (time.perf_counter() - began) / count * 1e3
 
@@ -214,24 +221,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--layers", type=int, required=True, help="at most so many")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:1], help="what to time; default: step")
+    parser.add_argument("--mode", default="default", help="of torch.compile")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to complete")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     results = json.loads(options.results.read_text(encoding="utf-8")) if options.results.is_file() else {}
     failed = 0
-    for name in options.models:
+    for name, part in ((name, part) for name in options.models for part in options.parts):
         torch._dynamo.reset()
         torch.cuda.empty_cache()
         try:
-            ms = step_ms(name, options.layers)
+            ms = part_ms(name, part, options.layers, options.mode)
         except Exception:
             failed += 1
             traceback.print_exc()
             continue
         stack = sizes.resolve(MODELS[name][0], "real", options.layers)
-        found = {"size": str(stack), "gpu": torch.cuda.get_device_name(), "mode": "default", "wall_us": ms * 1e3}
-        print(f"{name}: {found}", flush=True)
-        results.setdefault(name, {}).setdefault("step", {})["torch"] = found
+        found = {"size": str(stack), "gpu": torch.cuda.get_device_name(), "mode": options.mode, "wall_us": ms * 1e3}
+        print(f"{name} {part}: {found}", flush=True)
+        results.setdefault(name, {}).setdefault(part, {})["torch"] = found
         options.results.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return int(failed > 0)
 
