@@ -34,6 +34,7 @@ def test_values_and_gradients(op, spec, seed):
         testing.check(op, spec, None, seed=seed)
 
 
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize("op", REGISTRY.values(), ids=list(REGISTRY))
 def test_values_and_gradients_without_jit(op, seed):
     def draw(seed):
@@ -53,6 +54,7 @@ def stacked_cases(op, spec, seed):
     return (first, second), batched, shared, cotangents
 
 
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize(("op", "spec"), TRANSFORMED)
 def test_vmap(op, spec, seed):
     @jax.jit
@@ -74,6 +76,7 @@ def test_vmap(op, spec, seed):
     testing.assert_draws_within(draw, seed, "vmap")
 
 
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize("check_vma", [False, True], ids=["unchecked", "checked"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("op", "spec"), TRANSFORMED)
