@@ -14,7 +14,7 @@ DEV := .venv/.installed-dev
 
 help:
 	@echo "make report        what XLA makes of a Llama-size block on an H200, as a page: $(OUT)/report.html"
-	@echo "make test          the tests but for slow ones: minutes (no GPU needed)"
+	@echo "make test          the tests but for slow ones, of some a part drawn by chance: minutes (no GPU needed)"
 	@echo "make test-all      all tests"
 	@echo "make smoke-jax0.12 some tests with jax 0.12, or 0.11: versions from constraints-jax0.12.txt"
 	@echo "make lint          ruff and pyright"
@@ -40,8 +40,8 @@ test: $(DEV)
 	$(PY) -m pytest -n 2 --dist worksteal tests/kernels -m "not slow"
 
 test-all: $(DEV)
-	$(PY) -m pytest -n 2 --dist loadfile --ignore tests/kernels
-	$(PY) -m pytest -n 2 --dist worksteal tests/kernels
+	$(PY) -m pytest -n 2 --all --dist loadfile --ignore tests/kernels
+	$(PY) -m pytest -n 2 --all --dist worksteal tests/kernels
 
 # Another version of jax lies in a folder in front of the environment's own.
 build/jax%/.installed: constraints-jax%.txt

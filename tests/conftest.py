@@ -1,12 +1,15 @@
-"""Which tests one process takes, where `make test` shares out files; and how it compiles for the CPU."""
+"""Which tests a run draws, and which one process takes; how it compiles for the CPU."""
 
 from __future__ import annotations
 
 import gc
 import os
 import platform
+import random
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,8 +55,44 @@ LONGEST_FILES = ("tests/xlafuse/test_replay.py", "tests/xlafuse/test_compare.py"
 """Minutes long, and tests of one mode share programs: two processes take the modes, before all else."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+SEED = "TESTS_SEED"
+"""The variable that decides which of the tests marked `drawn` a run takes; all its processes have the same."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="take all tests of which a run of a folder draws a part")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**30)))
+    config.addinivalue_line("markers", "drawn(share): of these, a run of a folder takes a random part of this size")
+
+
+def draws(config: pytest.Config) -> bool:
+    return not config.getoption("--all") and all(Path(argument).is_dir() for argument in config.args)
+
+
+def is_taken(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("drawn")
+    return marker is None or random.Random(f"{os.environ[SEED]} {item.nodeid}").random() < marker.args[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FILES))
+    if draws(config):
+        config.hook.pytest_deselected(items=[item for item in items if not is_taken(item)])
+        items[:] = [item for item in items if is_taken(item)]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    drawn: dict[str, list[str]] = defaultdict(list)
+    for report in [*terminalreporter.stats.get("passed", ()), *terminalreporter.stats.get("failed", ())]:
+        if draws(config) and report.when == "call" and "drawn" in report.keywords:
+            test, _, case = report.nodeid.partition("[")
+            drawn[test].append(case.removesuffix("]"))
+    for test, cases in drawn.items():
+        terminalreporter.line(f"{SEED}={os.environ[SEED]} drew {len(cases)} of {test}: {' '.join(sorted(cases))}")
 
 
 def pytest_collection_finish() -> None:

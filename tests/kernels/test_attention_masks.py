@@ -70,29 +70,32 @@ def make(name, seed, dtype):
     return inputs, arrays, static
 
 
-def both_passes(inputs, arrays, static, implementation, cotangents):
+def both_passes(inputs, arrays, cotangents, *, static, implementation="xla"):
     """out, lse, and the gradients of the inputs."""
 
-    def call(inputs):
+    def call(inputs, arrays):
         given = {**inputs, **arrays, **static}
         out, lse = attention(**given, return_residuals=True, implementation=implementation)
         return out, jnp.where(lse == -jnp.inf, 0, lse)
 
-    (out, lse), pull = jax.vjp(call, inputs)
-    dout, dlse = cotangents
-    (gradients,) = pull((dout.astype(out.dtype), dlse.astype(lse.dtype)))
-    return {"out": out, "lse": lse, **gradients}
+    def run(inputs, arrays, dout, dlse):
+        (out, lse), pull = jax.vjp(partial(call, arrays=arrays), inputs)
+        (gradients,) = pull((dout.astype(out.dtype), dlse.astype(lse.dtype)))
+        return {"out": out, "lse": lse, **gradients}
+
+    rounds_each = {"xla_allow_excess_precision": False} if implementation == "xla" else None
+    return jax.jit(run, compiler_options=rounds_each)(inputs, arrays, *cotangents)
 
 
 def compared(name, seed, dtype):
     inputs, arrays, static = make(name, seed, dtype)
     batch, queries, heads, _ = inputs["query"].shape
     cotangents = normal(seed + 8, inputs["query"].shape), normal(seed + 9, (batch, heads, queries))
-    got = jax.jit(partial(both_passes, static=static, implementation="mosaic"))(inputs, arrays, cotangents=cotangents)
-    baseline = both_passes(inputs, arrays, static, "xla", cotangents)
+    got = both_passes(inputs, arrays, cotangents, static=static, implementation="mosaic")
+    baseline = both_passes(inputs, arrays, cotangents, static=static)
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(np.asarray(array, np.float64)) for name, array in inputs.items()}
-        exact = {name: np.asarray(x) for name, x in both_passes(wide, arrays, static, "xla", cotangents).items()}
+        exact = jax.tree.map(np.asarray, both_passes(wide, arrays, cotangents, static=static))
     np.testing.assert_allclose(got.pop("lse"), exact.pop("lse"), rtol=1e-6, atol=1e-4, err_msg=f"seed={seed}")
     del baseline["lse"]
     return testing.error_reports(got, baseline, exact, ErrorBound(least_error=2.0**-18))
@@ -132,9 +135,13 @@ def test_hidden_scores_are_the_value_of_the_mask(name, seed):
             weights = jnp.where(arrays["dropout_mask"], weights / 0.7, 0)
         return jnp.einsum("bhqk,bkhd->bqhd", weights, value), jax.nn.logsumexp(scores, axis=-1)
 
-    (out, lse), pull = jax.vjp(program, inputs)
-    (gradients,) = pull(cotangents)
-    got = both_passes(inputs, arrays, static, "xla", cotangents)
+    @jax.jit
+    def values_and_gradients(inputs, cotangents):
+        values, pull = jax.vjp(program, inputs)
+        return *values, *pull(cotangents)
+
+    out, lse, gradients = values_and_gradients(inputs, cotangents)
+    got = both_passes(inputs, arrays, cotangents, static=static)
     np.testing.assert_allclose(got.pop("lse"), lse, rtol=1e-5, err_msg=f"seed={seed}")
     for name, want in {"out": out, **gradients}.items():
         np.testing.assert_allclose(got[name], want, atol=5e-5, err_msg=f"{name}, seed={seed}")

@@ -93,6 +93,7 @@ def test_heads_and_their_gradients(rows, counts, size, dtype, normed, rotated, s
     with jax.enable_x64(True):
         wide = [jnp.asarray(product, jnp.float64) for product in products[:2]]
 
+        @jax.jit
         def exact(products, scales):
             return normalised_and_rotated(products, scales, positions, size, normed, rotated)
 

@@ -12,40 +12,29 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import REGISTRY, testing
 from pallas_kernels.specs import plain
 
-CASES = [
-    pytest.param(op, implementation, spec, id=f"{op.name}-{implementation}-{spec.name}")
-    for op in REGISTRY.values()
-    for implementation in op.implementations
-    if implementation != "triton"  # needs an NVIDIA GPU; tests/gpu has it, and test_triton.py interprets it
-    for spec in op.tagged("test")
-]
-"""Everything."""
-TRANSFORMED = [
-    pytest.param(op, implementation, op.tagged("test")[0], id=f"{op.name}-{implementation}")
-    for op in REGISTRY.values()
-    for implementation in op.implementations
-    if implementation != "triton"
-]
+CASES = [pytest.param(op, spec, id=f"{op.name}-{spec.name}") for op in REGISTRY.values() for spec in op.tagged("test")]
+"""Everything. The results of "xla" are what others are compared with."""
+TRANSFORMED = [pytest.param(op, op.tagged("test")[0], id=op.name) for op in REGISTRY.values()]
 """One argument spec each, where the transformation and not the shape is in question."""
+IMPLEMENTATIONS = ("mosaic", "xla")
+"""Not "triton", which needs an NVIDIA GPU; tests/gpu has it, and test_triton.py interprets it."""
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 
-def check_or_refused(op, implementation, spec, seed):
-    """An implementation either computes the right thing or says why it cannot; None then still computes it."""
+@pytest.mark.drawn(1 / 3)  # test_interpreter_as_shipped.py has a whole and a ragged shape of each operation
+@pytest.mark.parametrize(("op", "spec"), CASES)
+def test_values_and_gradients(op, spec, seed):
+    """A kernel either computes the right thing or says why it cannot; None then still computes it."""
     try:
-        testing.check(op, spec, implementation, seed=seed)
+        testing.check(op, spec, "mosaic", seed=seed)
     except NotImplementedError as error:
-        assert "ragged" in spec.tags, f"{implementation} refused an ordinary shape: {error}"
+        assert "ragged" in spec.tags, f"mosaic refused an ordinary shape: {error}"
         assert len(str(error)) > 40
         testing.check(op, spec, None, seed=seed)
 
 
-@pytest.mark.parametrize(("op", "implementation", "spec"), CASES)
-def test_values_and_gradients(op, implementation, spec, seed):
-    check_or_refused(op, implementation, spec, seed)
-
-
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize("op", REGISTRY.values(), ids=list(REGISTRY))
 def test_values_and_gradients_without_jit(op, seed):
     def draw(seed):
@@ -65,13 +54,14 @@ def stacked_cases(op, spec, seed):
     return (first, second), batched, shared, cotangents
 
 
-@pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
-def test_vmap(op, implementation, spec, seed):
+@pytest.mark.drawn(1 / 2)
+@pytest.mark.parametrize(("op", "spec"), TRANSFORMED)
+def test_vmap(op, spec, seed):
     @jax.jit
     def run(batched, shared, cotangents):
         def one(batched, cotangents):
             case = testing.Case(op=op, arguments={**batched, **shared}, cotangents=cotangents)
-            return testing.values_and_gradients(case, implementation)
+            return testing.values_and_gradients(case, "mosaic")
 
         return jax.vmap(one)(batched, cotangents)
 
@@ -86,8 +76,10 @@ def test_vmap(op, implementation, spec, seed):
     testing.assert_draws_within(draw, seed, "vmap")
 
 
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize("check_vma", [False, True], ids=["unchecked", "checked"])
-@pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("op", "spec"), TRANSFORMED)
 def test_shard_map_values_and_gradients(op, implementation, spec, seed, check_vma):
     if len(jax.devices("cpu")) < 2:
         pytest.skip("needs two simulated CPU devices; run this folder by itself")
@@ -126,7 +118,8 @@ def test_shard_map_values_and_gradients(op, implementation, spec, seed, check_vm
     testing.assert_draws_within(draw, seed, "shards")
 
 
-@pytest.mark.parametrize(("op", "implementation", "spec"), TRANSFORMED)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("op", "spec"), TRANSFORMED)
 def test_eval_shape(op, implementation, spec):
     structs = spec.structs()
     got = jax.eval_shape(lambda arguments: op.function(**plain(arguments), implementation=implementation), structs)

@@ -226,7 +226,7 @@ def test_tables_rotate_as_their_positions_do(config, head_norm, by_column, monke
         np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
     own = {name: jnp.stack([table] * 2) for name, table in (("cos", cos), ("sin", sin))}
     one, other = (
-        jax.grad(lambda tables, each=each: loss(x, Rope(**tables), each)[0])(own) for each in ("mosaic", "xla")
+        jax.jit(jax.grad(lambda tables, each=each: loss(x, Rope(**tables), each)[0]))(own) for each in ("mosaic", "xla")
     )
     for name in own:
         scale = float(jnp.abs(other[name]).max())

@@ -83,6 +83,7 @@ def test_replay_launches_what_the_h200_launched(name):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize("mode", ["forward", "grad"])
 def test_kernels_save_launches_and_traffic(mode):
     made = analyzed(["xla", "pallas", "xla_cudnn", "pallas_cudnn"], mode, (2, 4096))
