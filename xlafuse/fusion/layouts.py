@@ -5,6 +5,7 @@ A `Ref` is an element of a value at given indices. `peel` moves it through layou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -167,6 +168,22 @@ def _convert(ref: Ref, equation: Any) -> Ref | None:
     return operand(ref, 0) if equation.inputs[0].dtype == ref.value.dtype else None
 
 
+def _gather(ref: Ref, equation: Any) -> Ref | None:
+    """Handles `x[:, 0]`, a gather at one constant position."""
+    operand_, numbers = equation.inputs[0], equation.params["dimension_numbers"]
+    axes = numbers.start_index_map
+    if len(axes) != 1 or numbers.operand_batching_dims or numbers.collapsed_slice_dims != axes:
+        return None
+    position = number_of(Ref(equation.inputs[1], (ZERO,) * len(equation.inputs[1].shape)))
+    sizes = [1 if axis in axes else size for axis, size in enumerate(operand_.shape)]
+    if position is None or math.prod(equation.inputs[1].shape) != 1 or list(equation.params["slice_sizes"]) != sizes:
+        return None
+    if not 0 <= position < operand_.shape[axes[0]] or len(numbers.offset_dims) != len(ref.indices):
+        return None
+    left = iter(ref.indices)
+    return Ref(operand_, tuple(Index((), int(position)) if a in axes else next(left) for a in range(len(sizes))))
+
+
 def _without(*neutral: tuple[int, float]) -> Callable[[Ref, Any], Ref | None]:
     """Makes the rule of an operation that changes nothing where the operand at a place is a certain number."""
 
@@ -239,6 +256,7 @@ RULES: dict[str, Callable[[Ref, Any], Ref | None]] = {
     "select_n": _choice,
     "ne": truth,
     "gt": truth,
+    "gather": _gather,
     "stop_gradient": _stop_gradient,
 }
 """By primitive, a function that maps an element to the operand's element; it returns None if that does not exist."""

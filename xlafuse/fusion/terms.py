@@ -46,7 +46,7 @@ class Head:
     whole: Indices | None = None
 
 
-BY_ELEMENT = ELEMENTWISE | RULES.keys() | {"neg", "square", "integer_pow", "rsqrt", "custom_jvp_call", "gather"}
+BY_ELEMENT = ELEMENTWISE | RULES.keys() | {"neg", "square", "integer_pow", "rsqrt", "custom_jvp_call"}
 _NEAREST = 80
 
 
