@@ -335,7 +335,9 @@ def test_a_value_that_others_read_is_named():
         return (value * scale).astype(BF16), jnp.tanh(value)
 
     report = reported(fn, ROWS, WIDE_SCALE, ops=["rms_norm"])
-    assert any("(a multiplication, float32[4096, 1024]) is needed elsewhere, too" in site.reason for site in report.refused), str(report)
+    assert any(
+        "(a multiplication, float32[4096, 1024]) is needed elsewhere, too" in site.reason for site in report.refused
+    ), str(report)
 
 
 @pytest.mark.parametrize("target", ["h200", "a100"])
