@@ -7,7 +7,7 @@ from typing import Any
 
 from pallas_kernels.primitives.platform import target_device
 from xlafuse.fusion.binding import Binding, is_permuted, is_whole
-from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, behind
+from xlafuse.fusion.graph import Equation, Graph, Value, behind, readers
 from xlafuse.fusion.site import Site, implementation_of
 from xlafuse.fusion.worth import copies_more
 
@@ -100,14 +100,8 @@ class Combination:
 
     def readers(self, value: Value) -> set[Site | None]:
         """Returns the sites that read a value; None stands for other readers."""
-        found: set[Site | None] = {None} if value in self.returned else set()
-        for user in value.users:
-            if user.primitive in LAYOUTS:
-                for output in user.outputs:
-                    found |= self.readers(output)
-            else:
-                found.add(self.owners.get(user))
-        return found
+        found = readers(value, self.returned)
+        return {None if each is None else self.owners.get(each) for each in found}
 
     def feeds_only(self, value: Value, readers: Collection[Site]) -> bool:
         """Returns whether only some sites read a value."""

@@ -166,9 +166,7 @@ def _pair(combination: Combination, first: Site) -> None:
     second = next((site for site in later if _rotate_alike(first, site)), None)
     if second is None or any(depends_on(each.value, first.results) for each in second.arrays.values()):
         return
-    query, key = first, second
-    if _is_key(combination, first) or (first.arrays["x"].shape[2] < second.arrays["x"].shape[2]):
-        query, key = second, first
+    query, key = sorted((first, second), key=lambda each: -each.arrays["x"].shape[2])  # a key may have fewer heads
     new = replace(
         _rotation(query),
         arrays={**_rotation(query).arrays, "key": key.arrays["x"]},
@@ -192,12 +190,6 @@ def _rotate(combination: Combination, rotation: Site) -> None:
 def _rotation(site: Site) -> Site:
     arrays = {"query" if name == "x" else name: binding for name, binding in site.arrays.items()}
     return replace(site, operation="rope", arrays=arrays)
-
-
-def _is_key(combination: Combination, rotation: Site) -> bool:
-    readers = combination.readers(rotation.results[0])
-    attentions = [site for site in readers if site is not None and site.operation == "attention"]
-    return any(combination.origin(site.arrays["key"].value) is rotation for site in attentions)
 
 
 def _add_before_norms(combination: Combination, norm: Site) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,16 +31,29 @@ def evaluate(
     inputs: the constants, then the arguments. implementation: the one for all sites; None: each operation's own choice.
     """
     known: dict[Value, Any] = dict(zip(plan.graph.inputs, inputs, strict=True))
+    inside = functools.partial(evaluate, on_choice=on_choice, implementation=implementation)
 
     def read(value: Value) -> Any:
         return value.literal if value.literal is not None else known[value]
 
+    def call(site: Site) -> tuple[Any, ...]:
+        def listener(choice: Choice) -> None:
+            assert on_choice is not None
+            on_choice(site, choice.taken or "nothing")
+
+        with _names_of(site.root), listening(listener) if on_choice else contextlib.nullcontext():
+            arrays = {
+                name: laid_out(binding, read(binding.value), keeps_missing=name in site.broadcasting)
+                for name, binding in site.arrays.items()
+            }
+            return site.call(arrays, implementation)
+
     for unit in schedule(plan.graph, plan.sites):
         if isinstance(unit, Site):
-            known.update(zip(unit.outputs, _call(unit, read, on_choice, implementation), strict=True))
+            known.update(zip(unit.outputs, call(unit), strict=True))
         else:
             operands = [read(value) for value in unit.inputs]
-            known.update(zip(unit.outputs, _bind(plan, unit, operands, on_choice, implementation), strict=True))
+            known.update(zip(unit.outputs, _bind(unit, plan.inner.get(unit, {}), operands, inside), strict=True))
     return [_typed(read(value), value) for value in plan.graph.outputs]
 
 
@@ -47,42 +61,23 @@ def _typed(result: Any, value: Value) -> Any:
     return result if hasattr(result, "dtype") and result.dtype == value.dtype else jnp.asarray(result, value.dtype)
 
 
-def _call(site: Site, read: Callable[[Value], Any], on_choice: OnChoice, implementation: str | None) -> tuple[Any, ...]:
-    with _names_of(site.root), _listening(site, on_choice):
-        arrays = {
-            name: laid_out(binding, read(binding.value), keeps_missing=name in site.broadcasting)
-            for name, binding in site.arrays.items()
-        }
-        return site.call(arrays, implementation)
-
-
-def _listening(site: Site, on_choice: OnChoice) -> contextlib.AbstractContextManager[None]:
-    if on_choice is None:
-        return contextlib.nullcontext()
-
-    def listener(choice: Choice) -> None:
-        on_choice(site, choice.taken or "nothing")
-
-    return listening(listener)
-
-
 def _bind(
-    plan: Plan, equation: Equation, inputs: Sequence[Any], on_choice: OnChoice, implementation: str | None
+    equation: Equation, bodies: Mapping[str, Sequence[Plan]], inputs: Sequence[Any], inside: Callable[..., list[Any]]
 ) -> Sequence[Any]:
+    """Computes an equation. inside: evaluates the plans of its bodies."""
     source = equation.source
-    bodies = plan.inner.get(equation, {})
     params = dict(equation.params)
     with _names_of(equation), source.ctx.manager:
         if any(inner.changes for plans in bodies.values() for inner in plans):
             if equation.primitive == "shard_map":
-                return _in_shard_map(bodies["jaxpr"][0], params, inputs, on_choice, implementation)
+                return _in_shard_map(functools.partial(inside, bodies["jaxpr"][0]), params, inputs)
             for name, plans in bodies.items():
-                params[name] = _rewritten(plans, params[name], on_choice, implementation)
+                params[name] = _rewritten(plans, params[name], inside)
         results = source.primitive.bind(*inputs, **source.primitive.get_bind_params(params))
     return results if source.primitive.multiple_results else [results]
 
 
-def _rewritten(plans: Sequence[Plan], given: Any, on_choice: OnChoice, implementation: str | None) -> Any:
+def _rewritten(plans: Sequence[Plan], given: Any, inside: Callable[..., list[Any]]) -> Any:
     """Rewrites the bodies of a loop or call."""
     bodies = given if isinstance(given, tuple | list) else (given,)
     made = []
@@ -95,7 +90,7 @@ def _rewritten(plans: Sequence[Plan], given: Any, on_choice: OnChoice, implement
         avals = [value.aval for value in plan.graph.inputs[len(consts) :]]
 
         def body_of(*own: Any, plan: Plan = plan, consts: Sequence[Any] = consts) -> list[Any]:
-            return evaluate(plan, (*consts, *own), on_choice, implementation)
+            return inside(plan, (*consts, *own))
 
         closed = jax.make_jaxpr(body_of)(*avals)
         made.append(closed if is_closed else closed.jaxpr)
@@ -103,11 +98,11 @@ def _rewritten(plans: Sequence[Plan], given: Any, on_choice: OnChoice, implement
 
 
 def _in_shard_map(
-    plan: Plan, params: Mapping[str, Any], inputs: Sequence[Any], on_choice: OnChoice, implementation: str | None
+    body: Callable[[Sequence[Any]], list[Any]], params: Mapping[str, Any], inputs: Sequence[Any]
 ) -> Sequence[Any]:
     axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
     return jax.shard_map(
-        lambda *own: tuple(evaluate(plan, own, on_choice, implementation)),
+        lambda *own: tuple(body(own)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),

@@ -166,6 +166,20 @@ def behind(value: Value, primitives: Collection[str] = LAYOUTS, ends: Collection
     return value
 
 
+def readers(
+    value: Value, returned: Collection[Value] = (), layouts: Collection[str] = LAYOUTS
+) -> Iterator[Equation | None]:
+    """Yields the equations that read a value in any layout; None where it is returned."""
+    if value in returned:
+        yield None
+    for user in value.users:
+        if user.primitive in layouts:
+            for output in user.outputs:
+                yield from readers(output, returned, layouts)
+        else:
+            yield user
+
+
 def depends_on(value: Value, others: Collection[Value]) -> bool:
     """Returns whether a value is one of others, or is computed from one."""
     first = min((each.equation.index for each in others if each.equation is not None), default=0)

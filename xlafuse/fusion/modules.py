@@ -31,11 +31,11 @@ def bound_module(fn: Callable[..., Any]) -> Any:
 class Modules:
     """The modules of some arguments, split into their structure and arrays.
 
-    nodes: each once. places: of every leaf of the arguments the module that it is, or None.
+    nodes: as the arguments have them. is_node: whether each leaf of the arguments is one.
     """
 
     nodes: tuple[Any, ...]
-    places: tuple[int | None, ...]
+    is_node: tuple[bool, ...]
     graph: Any
     state_structure: Any
     count: int
@@ -44,19 +44,10 @@ class Modules:
     def of(arguments: Any) -> tuple[Modules, Any, list[Any]]:
         """Returns the modules, the arguments' structure, and all leaves: the modules' arrays, then the others."""
         leaves, structure = jax.tree.flatten(arguments, is_leaf=is_module)
-        nodes: list[Any] = []
-        places: list[int | None] = []
-        for leaf in leaves:
-            if not is_module(leaf):
-                places.append(None)
-                continue
-            known = next((k for k, node in enumerate(nodes) if node is leaf), None)
-            places.append(len(nodes) if known is None else known)
-            if known is None:
-                nodes.append(leaf)
-        graph, state = _nnx().split(tuple(nodes)) if nodes else (None, ())
+        nodes, is_node = tuple(filter(is_module, leaves)), tuple(map(is_module, leaves))
+        graph, state = _nnx().split(nodes) if nodes else (None, ())
         state_leaves, state_structure = jax.tree.flatten(state)
-        modules = Modules(tuple(nodes), tuple(places), graph, state_structure, len(state_leaves))
+        modules = Modules(nodes, is_node, graph, state_structure, len(state_leaves))
         return modules, structure, [*state_leaves, *(leaf for leaf in leaves if not is_module(leaf))]
 
     def merged(self, structure: Any, leaves: Sequence[Any]) -> tuple[Any, Any]:
@@ -64,7 +55,8 @@ class Modules:
         arguments."""
         own, rest = list(leaves[: self.count]), iter(leaves[self.count :])
         nodes = _nnx().merge(self.graph, jax.tree.unflatten(self.state_structure, own)) if self.nodes else ()
-        whole = [next(rest) if place is None else nodes[place] for place in self.places]
+        given = iter(nodes)
+        whole = [next(given) if is_node else next(rest) for is_node in self.is_node]
         return (nodes, own), jax.tree.unflatten(structure, whole)
 
     def changes(self, live: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:

@@ -6,7 +6,7 @@ taken, whatever its result is read by. `pallas_kernels.primitives.odd_sizes` say
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax
 
 from pallas_kernels.primitives.odd_sizes import Padding, padded_product, padding_of
 from xlafuse.fusion.binding import Binding
-from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value
+from xlafuse.fusion.graph import Equation, Graph, Value, readers
 from xlafuse.fusion.site import Site
 from xlafuse.fusion.terms import primitives_before
 
@@ -79,8 +79,8 @@ def padding_for(product: Equation, *, copies_result: bool = False) -> Padding | 
 
 def _padded(product: Equation, owned: Collection[Equation], returned: Collection[Value]) -> PaddedProduct | None:
     (result,), (lhs, rhs) = product.outputs, product.inputs
-    readers = set(_readers(result, returned))
-    needs_whole = any(each is None or each in owned or each.primitive in _READING_WHOLE for each in readers)
+    users = set(readers(result, returned))
+    needs_whole = any(each is None or each in owned or each.primitive in _READING_WHOLE for each in users)
     padding = padding_for(product, copies_result=needs_whole)
     if padding is None:
         return None
@@ -103,18 +103,6 @@ def _minor_axis(value: Value) -> int:
             order = [value.equation.params["permutation"][axis] for axis in order]
         value = value.equation.inputs[0]
     return order.index(len(order) - 1)
-
-
-def _readers(value: Value, returned: Collection[Value]) -> Iterator[Equation | None]:
-    """Yields the equations that read a value in any layout; None where it is returned."""
-    if value in returned:
-        yield None
-    for user in value.users:
-        if user.primitive in LAYOUTS:
-            for output in user.outputs:
-                yield from _readers(output, returned)
-        else:
-            yield user
 
 
 def _whole(value: Value) -> Binding:

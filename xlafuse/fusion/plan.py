@@ -114,7 +114,7 @@ def _without_overlap(graph: Graph, candidates: Sequence[Site]) -> tuple[tuple[Si
         escaping = next((value for value in _inner(site) if _escapes(value, site, returned)), None)
         if escaping is not None:
             what = f"{noun(escaping)}, {escaping.dtype}{list(escaping.shape)}"
-            reason = f"a value inside it ({what}) is {_use(escaping, site, returned)}, too"
+            reason = f"a value inside it ({what}) is needed elsewhere, too"
             refused.append(Refusal(operation=site.operation, value=site.results[0], reason=reason))
             continue
         chosen.append(site)
@@ -186,16 +186,6 @@ def _weight(site: Site) -> tuple[int, int, int]:
 def _inner(site: Site) -> Iterator[Value]:
     for equation in site.own:
         yield from (value for value in equation.outputs if value not in site.results)
-
-
-def _use(value: Value, site: Site, returned: set[Value]) -> str:
-    """Says what needs a value inside a site, outside it."""
-    if value in returned:
-        return "returned"
-    for user in value.users:
-        if user not in site.covered and not is_free(user):
-            return f"read by {noun(user.outputs[0])} elsewhere"
-    return "needed elsewhere"
 
 
 def _escapes(value: Value, site: Site, returned: set[Value]) -> bool:

@@ -10,7 +10,7 @@ import jax
 from hlo_analysis.records import SiteRecord
 from xlafuse.errors import XlafuseError
 from xlafuse.fusion.api import fuse
-from xlafuse.fusion.report import Report, SiteLeft, SiteRefused
+from xlafuse.fusion.report import Report
 
 _NEAREST = 3
 """The largest number of sites not taken that an error names."""
@@ -21,18 +21,13 @@ class NothingFusedError(XlafuseError, NotImplementedError):
 
     def __init__(self, report: Report):
         self.report = report
+        sites = [str(each) for each in (*report.left, *report.refused)]
+        rest, near = sites[_NEAREST:], "; ".join(sites[:_NEAREST]) or "nothing is nearly one"
         super().__init__(
             f"fuse left {report.function} as it is: {'; '.join(report.notes)}."
             if report.notes
-            else f"fuse takes no site of {report.function}{_nearest((*report.left, *report.refused))}."
+            else f"fuse takes no site of {report.function} ({near}{f'; and {len(rest)} more' if rest else ''})."
         )
-
-
-def _nearest(sites: Sequence[SiteLeft | SiteRefused]) -> str:
-    if not sites:
-        return ", and finds nothing that is nearly one"
-    more = f"; and {len(sites) - _NEAREST} more" if len(sites) > _NEAREST else ""
-    return f" ({'; '.join(map(str, sites[:_NEAREST]))}{more})"
 
 
 class FusedProgram:

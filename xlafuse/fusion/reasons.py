@@ -119,6 +119,7 @@ def _rounding_reason(operation: str, differences: Sequence[Difference]) -> str:
         ("keeps", "keeps", f"{operation} rounds to 16 bits"),
     ):
         if values := [each.value for each in differences if each.kind == kind]:
+            values.sort(key=lambda value: value.equation.index if value.equation else -1)
             nouns = listed(list(dict.fromkeys(noun(behind(value)) for value in values)))
             parts.append(f"the program {verb} {nouns} in {values[0].dtype}, and {rest}")
     return "; ".join(parts)

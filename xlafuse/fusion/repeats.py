@@ -85,11 +85,5 @@ def _key(equation: Equation) -> Hashable:
 def _first_alike(keys: Sequence[int]) -> list[int]:
     """Returns, for each place, the first one whose last `_WINDOW` keys are the same."""
     first: dict[int, int] = {}
-    found, base, modulus = [], 1_000_003, 2**61 - 1
-    highest, window = pow(base, _WINDOW, modulus), 0
-    for place, key in enumerate(keys):
-        window = (window * base + key + 1) % modulus
-        if place >= _WINDOW:
-            window = (window - (keys[place - _WINDOW] + 1) * highest) % modulus
-        found.append(first.setdefault(window, place))
-    return found
+    windows = (tuple(keys[max(0, end - _WINDOW) : end]) for end in range(1, len(keys) + 1))
+    return [first.setdefault(hash(window), place) for place, window in enumerate(windows)]

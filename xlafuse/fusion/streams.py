@@ -6,11 +6,11 @@ would add the two in a launch of its own, which reads both and writes the sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from xlafuse.fusion.binding import is_whole
-from xlafuse.fusion.graph import Equation, Graph, Value, behind
+from xlafuse.fusion.graph import Equation, Graph, Value, behind, readers
 from xlafuse.fusion.site import Site
 
 _NORMS = ("rms_norm", "layer_norm")
@@ -29,7 +29,8 @@ def with_streams(graph: Graph, sites: Sequence[Site], implementation: Callable[[
         value = _normalised(site)
         if value is None or implementation(site) != "mosaic":
             return site
-        others = [_only_adds(owners.get(reader), reader, value) for reader in _readers(value, site)]
+        outside = (each for each in readers(value, layouts=_SAME) if each is not None and each not in site.covered)
+        others = [_only_adds(owners.get(reader), reader, value) for reader in outside]
         is_stream = all(others) and (others or value in graph.outputs)
         return replace(site, stream=value) if is_stream else site
 
@@ -43,15 +44,6 @@ def _normalised(site: Site) -> Value | None:
     if not (is_norm or has_norm) or not is_whole(site.arrays["x"]):
         return None
     return site.arrays["x"].value
-
-
-def _readers(value: Value, site: Site) -> Iterator[Equation]:
-    """Yields the equations outside the site that use a value, directly or reshaped or cast."""
-    for user in value.users:
-        if user.primitive in _SAME:
-            yield from _readers(user.outputs[0], site)
-        elif user not in site.covered:
-            yield user
 
 
 def _only_adds(owner: Site | None, reader: Equation, value: Value) -> bool:
