@@ -106,14 +106,6 @@ def _turned(matrix: jax.Array) -> jax.Array:
     return _array(*matrix.shape[::-1], dtype=matrix.dtype)
 
 
-def _groups_unsupported(launches: Sequence[LaunchRow]) -> str | None:
-    """Returns why grouped_linear can take the factors of none of the products among the launches."""
-    known = [_struct(shape) for each in launches if is_product(each) for shape in (factors(each) or ())[:2]]
-    rows = [_array(_ORDINARY, _ORDINARY, dtype=struct.dtype) for struct in known if struct is not None]
-    sizes = _array(1, dtype="int32")
-    return _all_refused(_refusal("grouped_linear", x, _array(1, *x.shape, dtype=x.dtype), sizes) for x in rows)
-
-
 def _loss_unsupported(launches: Sequence[LaunchRow]) -> str | None:
     """Returns why linear_cross_entropy cannot take the product, or would leave it to XLA."""
     if reason := _products_unsupported(launches):
@@ -204,19 +196,22 @@ def _sums_unsupported(launches: Sequence[LaunchRow]) -> str | None:
     return "XLA adds float32 rows atomically, which is as fast" if wide else None
 
 
-def _attention_unsupported(products: Sequence[LaunchRow]) -> str | None:
-    """Returns why the kernels can neither make nor read the scores as the products do."""
-    known = [_struct(shapes[0]) for product in products if (shapes := factors(product))]
-    heads = [_array(1, 64, 1, 64, dtype=struct.dtype) for struct in known if struct is not None]
-    return _all_refused(_refusal("attention", x, x, x) for x in heads)
+def _factors_unsupported(name: str, launches: Sequence[LaunchRow]) -> str | None:
+    """Returns why the kernels for heads, or groups of rows, can take the dtype of no product's factor."""
+    shapes = [shape for launch in launches if is_product(launch) for shape in (factors(launch) or ())[:2]]
+    dtypes = {struct.dtype for shape in shapes if (struct := _struct(shape)) is not None}
+    if name == "attention":
+        heads = (_array(1, 64, 1, 64, dtype=dtype) for dtype in dtypes)
+        return _all_refused(_refusal(name, x, x, x) for x in heads)
+    groups = [(_array(_ORDINARY, _ORDINARY, dtype=t), _array(1, _ORDINARY, _ORDINARY, dtype=t)) for t in dtypes]
+    return _all_refused(_refusal(name, x, w, _array(1, dtype="int32")) for x, w in groups)
 
 
 Check = Callable[[Sequence[LaunchRow]], str | None]
 _CHECKS: dict[str, Check] = {
-    "attention": _attention_unsupported,
+    **{name: functools.partial(_factors_unsupported, name) for name in ("attention", "grouped_linear")},
     "batch_norm": _features_unsupported,
     "embedding": _sums_unsupported,
-    "grouped_linear": _groups_unsupported,
     "linear_cross_entropy": _loss_unsupported,
     "lora_linear": lambda launches: None,  # which of its three products is x @ w, the launches do not tell
     "padded_product": lambda launches: None,
@@ -228,30 +223,6 @@ _CHECKS: dict[str, Check] = {
     **dict.fromkeys(
         ("gated_linear", "linear", "linear_residual_norm", "norm_linear", "quantized_linear"), _products_unsupported
     ),
-}
-
-_CALLS = {
-    "attention": "y = attention(query, key, value)  # is_causal=True where a query sees no later key",
-    "batch_norm": "y, mean, variance = batch_norm(x, scale, bias)",
-    "cross_entropy": "losses = cross_entropy(logits, labels)",
-    "embedding": "rows = embedding(table, ids)",
-    "gated_linear": 'y = gated_linear(x, w_gate, w_up, activation="silu")',
-    "grouped_gated_linear": 'y = grouped_gated_linear(x, w_gate, w_up, group_sizes, activation="silu")',
-    "grouped_linear": "y = grouped_linear(x, w, group_sizes)  # where jax.lax.ragged_dot was",
-    "layer_norm": "y = layer_norm(x, scale, bias)\n"
-    "# or of a sum, which it returns too:\n"
-    "y, summed = layer_norm(x, scale, bias, residual=residual)",
-    "linear": "y = linear(x, w, bias=bias, activation=activation, residual=residual)",
-    "linear_cross_entropy": "losses = linear_cross_entropy(hidden, w, labels)",
-    "linear_residual_norm": "y, mean_square = linear_residual_norm(x, w, residual=residual)",
-    "lora_linear": "y = lora_linear(x, w, a, b, alpha=alpha)",
-    "norm_linear": "y = norm_linear(x, w, norm=norm)",
-    "quantized_linear": "y = quantized_linear(x, w)",
-    "rms_norm": "y = rms_norm(x, scale)\n"
-    "# or of a sum, which it returns too:\n"
-    "y, summed = rms_norm(x, scale, residual=residual)",
-    "rope": "query, key = rope(query, key, positions, theta=theta)",
-    "softmax": "y = softmax(x)",
 }
 
 
@@ -267,8 +238,7 @@ def _kernel(
     note: Callable[[Sequence[LaunchRow]], str] = _none,
     call: Callable[[Sequence[LaunchRow]], str] = _none,
 ) -> Kernel:
-    usual = _CALLS.get(name, "fn = xlafuse.fuse(fn)  # which calls it here")
-    code = "" if name == "padded_product" else f"from xlafuse.kernels import {name}\n\n{usual}"
+    code = "" if name == "padded_product" else f"from xlafuse.kernels import {name}  # see `xlafuse kernels {name}`"
     return Kernel(
         name=name,
         pattern=pattern,

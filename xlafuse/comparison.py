@@ -17,6 +17,7 @@ from xlafuse.models.functional import block_function, resolve_config
 from xlafuse.models.plan import FusionPlan
 from xlafuse.models.shardings import Layout
 from xlafuse.parallel import compilation_pool, one_at_a_time
+from xlafuse.regressions import difference, is_worse
 from xlafuse.strategies import STRATEGIES, Strategy, get_strategy, resolve_strategies
 
 if TYPE_CHECKING:
@@ -109,8 +110,10 @@ def compare(
         checked = _check_numerics(config, plans, mode, report) if numerics and config is not None else {}
         results = {name: _with_numerics(each.result(), checked) for name, each in pending.items()}
     for name, strategy in named.items():
-        if strategy.fuses and (plain := _plain(strategy, chosen, results)) is not None:
-            results[name] = _with_regression(results[name], plain, strategy, program)
+        plain, fused = _plain(strategy, chosen, results), results[name].analysis
+        if strategy.fuses and plain is not None and fused is not None and is_worse(fused, plain):
+            worse = f"fuse makes this program worse: {difference(plain, fused)}. `xlafuse fuse` says what to skip."
+            results[name] = dataclasses.replace(results[name], description=f"{results[name].description} {worse}")
 
     def aligned() -> Comparison:
         reference = baseline if baseline in analyses else next(iter(analyses))
@@ -259,38 +262,6 @@ def _plain(
     wanted = strategy.plan, strategy.compiler_options
     same = (each for each in strategies if (each.plan, each.compiler_options) == wanted)
     return next((results[each.name].analysis for each in same if not each.fuses), None)
-
-
-def _with_regression(result: StrategyResult, plain: Analysis, strategy: Strategy, program: _Program) -> StrategyResult:
-    """Adds to a strategy's result how `fuse` makes the program worse, and what to skip."""
-    from xlafuse.regressions import find_regression
-
-    if result.analysis is None:
-        return result
-    function, arguments = program.under(strategy)
-    operations = [site.operation for site in result.sites if site.outcome == "taken"]
-    options = {**program.extra_options, "compiler_options": dict(strategy.compiler_options)}
-    try:
-        found = find_regression(
-            plain,
-            result.analysis,
-            operations,
-            function,
-            *arguments,
-            target=program.target,
-            mode=program.mode,
-            **options,
-        )
-    except Exception as error:  # the analyses stay useful
-        found = f"Worse than plain XLA; not compiled without some operations: {type(error).__name__}: {error}"
-    if found is None:
-        return result
-    skipped = frozenset() if isinstance(found, str) else found.skip
-    sites = tuple(
-        dataclasses.replace(site, reason=str(found)) if site.outcome == "taken" and site.operation in skipped else site
-        for site in result.sites
-    )
-    return dataclasses.replace(result, description=f"{result.description} {found}", sites=sites)
 
 
 def _with_trials(analysis: Analysis, strategy: Strategy, program: _Program, count: int, report: Progress) -> Analysis:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -39,33 +38,16 @@ def read_record[T](path: Path, kind: TypeAdapter[T], version: int, what: str, er
 
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Writes each file under a temporary name and renames it, so that a reader never sees a partial file.
+    """Writes files to a folder inside and moves them, so that a reader never sees a part of one.
 
     Raises:
         InputError: a file cannot be written, for example because the disk is full or a folder has its name. No file has
-            changed then, unless the final renaming failed.
+            changed then, unless the moving failed.
     """
-    waiting: list[tuple[Path, Path]] = []
     try:
-        for name, text in texts.items():
-            handle, passing = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-            waiting.append((Path(passing), folder / name))
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(passing).chmod(0o666 & ~_umask())
-        for passing, final in waiting:
-            passing.replace(final)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as passing:
+            for name, text in texts.items():
+                Path(passing, name).write_text(text, encoding="utf-8")
+            return [Path(passing, name).replace(folder / name) for name in texts]
     except OSError as error:
         raise InputError(f"cannot write the report to {folder}: {error.strerror or error}") from None
-    finally:
-        for passing, _ in waiting:
-            passing.unlink(missing_ok=True)
-    return [final for _, final in waiting]
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -94,6 +94,7 @@ def traced_for[T](target: Target, call: Callable[[], T]) -> T:
 
 
 def _findings(plan: Plan) -> Iterator[Finding]:
+    from xlafuse.fusion.report import why_left
     from xlafuse.fusion.spellings import OF_GRADIENTS
 
     for each in plan.walk():
@@ -102,7 +103,7 @@ def _findings(plan: Plan) -> Iterator[Finding]:
                 continue
             yield Finding(operation=site.operation, outcome="taken", text=_call(site), lines=_lines(site.covered))
         for site in each.written:
-            yield Finding(operation=site.operation, outcome="left", text=_why_left(site), lines=_lines(site.covered))
+            yield Finding(operation=site.operation, outcome="left", text=why_left(site), lines=_lines(site.covered))
         for refusal in each.refusals:
             own = {refusal.value.equation} - {None}
             lines = _lines(refusal.covered | own)
@@ -137,12 +138,3 @@ def _call(site: Site) -> str:
     return "\n".join(
         [f"{site.operation}({', '.join(arguments)})", *comments, *([f"# {site.note}"] if site.note else [])]
     )
-
-
-def _why_left(site: Site) -> str:
-    """Says why an operation runs by XLA."""
-    from xlafuse.fusion.site import choice_of
-
-    found = choice_of(site)
-    reason = None if found is None else found.reasons.get("mosaic")
-    return reason or "XLA was measured to be as fast, or faster"

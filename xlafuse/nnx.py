@@ -25,15 +25,10 @@ __all__ = ["BatchNorm", "LayerNorm", "Linear", "RMSNorm", "attention_fn"]
 Implementation = str | Sequence[str] | None
 
 
-class RMSNorm(nnx.RMSNorm):
-    """`flax.nnx.RMSNorm` on `xlafuse.kernels.rms_norm`.
+def _norm_call(flax: Callable[..., Any], operation: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """Makes the method of a norm over the last axis. flax: Flax's own; names: the norm's parameters."""
 
-    Flax computes masked statistics, means over devices (`axis_name`), and axes other than the last one.
-    """
-
-    implementation: Implementation = None
-
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None, *, residual: jax.Array | None = None) -> Any:
+    def __call__(self: Any, x: jax.Array, mask: jax.Array | None = None, *, residual: jax.Array | None = None) -> Any:
         """Normalizes x (..., features), or x + residual if a residual is given.
 
         Returns:
@@ -42,12 +37,30 @@ class RMSNorm(nnx.RMSNorm):
         Raises:
             NotImplementedError: `implementation` cannot compute this call, with the reason.
         """
+        arrays = (x, *(_value(getattr(self, name)) for name in names))
+        promoted, scale, *bias = self.promote_dtype(arrays, dtype=self.dtype)
+        reason = _norm_unsupported(self, promoted, mask, axes=(self.reduction_axes, self.feature_axes))
+        if residual is not None and (reason is not None or not residual.dtype == x.dtype == promoted.dtype):
+            total = x + residual
+            return self(total, mask=mask), total
+        if reason is not None:
+            _check_left_to_flax(self, reason)
+            return flax(self, x, mask=mask)
+        given: dict[str, Any] = {} if residual is None else {"residual": residual}
+        scale = jnp.ones(x.shape[-1:], promoted.dtype) if scale is None and not bias else scale
+        return operation(promoted, scale, *bias, epsilon=self.epsilon, implementation=self.implementation, **given)
 
-        def of_operation(x: jax.Array, scale: jax.Array | None, **residual: Any) -> Any:
-            scale = jnp.ones(x.shape[-1:], x.dtype) if scale is None else scale
-            return rms_norm(x, scale, epsilon=self.epsilon, implementation=self.implementation, **residual)
+    return __call__
 
-        return _normalized(self, of_operation, super().__call__, x, residual, mask, ("scale",))
+
+class RMSNorm(nnx.RMSNorm):
+    """`flax.nnx.RMSNorm` on `xlafuse.kernels.rms_norm`.
+
+    Flax computes masked statistics, means over devices (`axis_name`), and axes other than the last one.
+    """
+
+    implementation: Implementation = None
+    __call__ = _norm_call(nnx.RMSNorm.__call__, rms_norm, ("scale",))
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -58,21 +71,7 @@ class LayerNorm(nnx.LayerNorm):
     """
 
     implementation: Implementation = None
-
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
-        """Normalizes x (..., features), or x + residual if a residual is given.
-
-        Returns:
-            y, like Flax; with a residual the pair (y, x + residual).
-
-        Raises:
-            NotImplementedError: `implementation` cannot compute this call, with the reason.
-        """
-
-        def of_operation(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, **residual: Any) -> Any:
-            return layer_norm(x, scale, bias, epsilon=self.epsilon, implementation=self.implementation, **residual)
-
-        return _normalized(self, of_operation, super().__call__, x, residual, mask, ("scale", "bias"))
+    __call__ = _norm_call(nnx.LayerNorm.__call__, layer_norm, ("scale", "bias"))
 
 
 class BatchNorm(nnx.BatchNorm):
@@ -254,34 +253,6 @@ def _with_one_batch(array: jax.Array | None, batch: tuple[int, ...]) -> Any:
     if any(size > 1 for size in array.shape[:-3]):
         array = jnp.broadcast_to(array, (*batch, *array.shape[-3:]))
     return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
-
-
-def _normalized(
-    norm: Any,
-    of_operation: Callable[..., Any],
-    of_flax: Callable[..., Any],
-    x: jax.Array,
-    residual: jax.Array | None,
-    mask: jax.Array | None,
-    names: Sequence[str],
-) -> Any:
-    """Normalizes over the last axis with the operation, or with Flax if the operation cannot.
-
-    names: the norm's parameters.
-    """
-    arrays = (x, *(_value(getattr(norm, name)) for name in names))
-    promoted, *parameters = norm.promote_dtype(arrays, dtype=norm.dtype)
-    reason = _norm_unsupported(norm, promoted, mask, axes=(norm.reduction_axes, norm.feature_axes))
-    if reason is None and residual is None:
-        return of_operation(promoted, *parameters)
-    if reason is None and residual is not None and residual.dtype == x.dtype == promoted.dtype:
-        return of_operation(promoted, *parameters, residual=residual)
-    if residual is not None:
-        total = x + residual
-        return _normalized(norm, of_operation, of_flax, total, None, mask, names), total
-    assert reason is not None
-    _check_left_to_flax(norm, reason)
-    return of_flax(x, mask=mask)
 
 
 def _norm_unsupported(norm: Any, x: jax.Array, mask: Any, *, axes: Sequence[Any]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class Regression:
         return f"{worse} skip={{{', '.join(map(repr, sorted(self.skip)))}}} makes that {self.without}."
 
 
-def _difference(before: Analysis, after: Analysis) -> str:
+def difference(before: Analysis, after: Analysis) -> str:
     """Returns what a program moves and takes more or less than another, in words."""
     megabytes, us = (after.traffic.bytes - before.traffic.bytes) / 1e6, after.estimated_us - before.estimated_us
     return f"{_more(megabytes, 'MB', 0)} and an estimated {_more(us, 'µs', 1)}"
@@ -67,28 +67,26 @@ def _more(amount: float, unit: str, digits: int) -> str:
     return f"{abs(amount):,.{digits}f} {unit} {'more' if amount > 0 else 'less'}"
 
 
-def find_regression(
-    plain: Analysis,
-    fused: Analysis,
-    operations: Collection[str],
+def regression_of(
     fn: Callable[..., Any],
     *arguments: Any,
     choices: Mapping[str, Any] | None = None,
-    target: str,
+    target: str = "h200",
     **capture_options: Any,
 ) -> Regression | None:
-    """Returns how `fuse` makes a program worse, and the operations to skip; None where it does not.
+    """Compiles a function with and without `fuse`; returns how `fuse` makes it worse, and the operations to skip.
 
-    Compiles only where it does: once for each kind of operation, and once without all that are responsible.
+    Returns None where it does not. Where it does, compiles it once more for each kind of operation, and once without
+    all that are responsible.
 
-    operations: those that `fuse` calls in `fn`. choices: its further arguments `ops`, `skip` and `allow`.
-    capture_options: those of both analyses.
+    choices: further arguments of `fuse`. capture_options: those of `hlo_analysis.capture`, such as `mode`.
     """
     from hlo_analysis.targets import load_target
 
-    if not is_worse(fused, plain):
-        return None
     programs = _Programs(fn, arguments, choices or {}, {**capture_options, "target": target})
+    fused, operations = programs.fused(frozenset())
+    if fused is None or not is_worse(fused, plain := programs.plain()):
+        return None
     kinds = [frozenset((operation,)) for operation in sorted(set(operations))]
     with compilation_pool(load_target(target).kind) as pool:
         tried = dict(zip(kinds, pool.map(lambda skip: programs.fused(skip)[0] or plain, kinds), strict=True))
@@ -97,28 +95,9 @@ def find_regression(
         together = frozenset().union(*better)
         better[together] = programs.fused(together)[0] or plain
     if not better:
-        return Regression(worse=_difference(plain, fused))
+        return Regression(worse=difference(plain, fused))
     skip, best = min(better.items(), key=lambda item: (item[1].estimated_us, item[1].traffic.bytes))
-    return Regression(worse=_difference(plain, fused), skip=skip, without=_difference(fused, best))
-
-
-def regression_of(
-    fn: Callable[..., Any],
-    *arguments: Any,
-    choices: Mapping[str, Any] | None = None,
-    target: str = "h200",
-    **capture_options: Any,
-) -> Regression | None:
-    """Compiles a function with and without `fuse`, and finds how `fuse` makes it worse; None where it does not.
-
-    choices: further arguments of `fuse`. capture_options: those of `hlo_analysis.capture`, such as `mode`.
-    """
-    options = {**capture_options, "target": target}
-    programs = _Programs(fn, arguments, choices or {}, options)
-    fused, operations = programs.fused(frozenset())
-    if fused is None:
-        return None
-    return find_regression(programs.plain(), fused, operations, fn, *arguments, choices=choices, **options)
+    return Regression(worse=difference(plain, fused), skip=skip, without=difference(fused, best))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from hlo_analysis.records import Analysis, Hotspot, MissedFusion, Trial
@@ -70,14 +69,14 @@ def try_remedies(
             "function with hlo_analysis.capture, or say mode='forward' or 'grad'."
         )
     described = load_target(target)
-    wanted = _first_changes((*analysis.hotspots, *analysis.missed), count)
+    changes = (_change(each) for each in (*analysis.hotspots, *analysis.missed))
+    wanted = [*dict.fromkeys(each for each in changes if each is not None)][:count]
     program = _Program(
         analysis=analysis, fn=fn, shapes=shapes, options={**capture_options, "target": target, "mode": mode}
     )
     report = one_at_a_time(progress)
     with compilation_pool(described.kind) as pool:
-        pending = {change: pool.submit(_trial, program, change, source, report) for change, source in wanted.items()}
-        trials = {change: future.result() for change, future in pending.items()}
+        trials = dict(zip(wanted, pool.map(lambda change: _trial(program, change, report), wanted), strict=True))
 
     def tried[T: (MissedFusion, Hotspot)](item: T) -> T:
         change = _change(item)
@@ -112,15 +111,6 @@ def _change(missed: MissedFusion | Hotspot) -> _Change | None:
     return None
 
 
-def _first_changes(found: Sequence[MissedFusion | Hotspot], count: int) -> dict[_Change, str | None]:
-    """Returns the first changes that are asked for, each with the source line of the first that asks."""
-    wanted: dict[_Change, str | None] = {}
-    for missed in found:
-        if (change := _change(missed)) is not None and len(wanted) < count:
-            wanted.setdefault(change, missed.source)
-    return wanted
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Program:
     """The program to compile again. options: arguments of `hlo_analysis.capture`."""
@@ -131,7 +121,7 @@ class _Program:
     options: dict[str, Any]
 
 
-def _trial(program: _Program, change: _Change, source: str | None, report: Progress) -> Trial:
+def _trial(program: _Program, change: _Change, report: Progress) -> Trial:
     from xlafuse.fusion.program import NothingFusedError
 
     report(str(change), "compiling")
@@ -139,11 +129,10 @@ def _trial(program: _Program, change: _Change, source: str | None, report: Progr
         trial = _effect(program, change)
     # One change that fails must not lose the others.
     except Exception as error:
-        nothing = error.__cause__
-        is_refused = isinstance(nothing, NothingFusedError)
+        is_refused = isinstance(error.__cause__, NothingFusedError)
         report(str(change), "not applicable" if is_refused else "failed")
-        reason = _refusal(nothing, source) if is_refused else f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        return Trial(change=str(change), error=reason)
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return Trial(change=str(change), error=str(error.__cause__) if is_refused else reason)
     report(str(change), "done")
     return trial
 
@@ -192,18 +181,3 @@ def _compiled(program: _Program, fn: Callable[..., Any], more: Sequence[tuple[st
     leave_out_packages("xlafuse", "pallas_kernels")
     options = dict((*program.analysis.provenance.compiler_options, *more))
     return analyze(capture(fn, *program.shapes, compiler_options=options, **program.options), catalogue=KERNELS)
-
-
-def _refusal(nothing: Any, source: str | None) -> str:
-    """Returns why `fuse` took no site: what it says of the site closest to a source line."""
-    sites = (*nothing.report.left, *nothing.report.refused)
-    if not sites:
-        return str(nothing)
-    return f"fuse takes no such site; {min(sites, key=lambda site: _distance(site.where, source or ''))}"
-
-
-def _distance(first: str, second: str) -> tuple[bool, int]:
-    """Returns a sort key for the distance of two 'file.py:line': whether the files differ, and the number of lines."""
-    (file, _, line), (other, _, other_line) = first.rpartition(":"), second.rpartition(":")
-    numbers = [int(number) if number.isdecimal() else 0 for number in (line, other_line)]
-    return Path(file).name != Path(other).name, abs(numbers[0] - numbers[1])

@@ -229,10 +229,10 @@ def test_a_program_that_no_strategy_takes_is_bad_input(invoke, monkeypatch: pyte
 
 
 def test_nothing_half_written_stays_when_the_disk_is_full(invoke, compared, tmp_path: Path, monkeypatch):
-    def no_space(_):
+    def no_space(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", no_space)
+    monkeypatch.setattr(Path, "write_text", no_space)
     result = invoke("report", "-o", "out")
     assert result.exit_code == 2
     assert "No space left on device" in result.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from importlib import import_module
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
 from hlo_analysis.targets import load_target
 from xlafuse.fusion import combination, combine
 from xlafuse.fusion.worth import worthwhile
-from xlafuse.regressions import find_regression, regression_of
+from xlafuse.regressions import regression_of
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -252,12 +251,13 @@ def test_a_worse_program_names_what_to_skip(takes_all):
     def program(*own):
         return jnp.square(experts(*own, precision="highest").astype(F32)).mean()
 
-    comparison = xlafuse.compare(program, (array(8192, 1024), *EXPERTS[1:]), strategies=["xla", "fused"])
-    fused = comparison["fused"]
-    assert "fuse makes this program worse" in fused.description
-    assert "skip={'gated_activation'}" in fused.description
-    (site,) = [each for each in fused.sites if each.outcome == "taken"]
-    assert "skip={'gated_activation'}" in site.reason
+    arguments = (array(8192, 1024), *EXPERTS[1:])
+    comparison = xlafuse.compare(program, arguments, strategies=["xla", "fused"])
+    assert "fuse makes this program worse" in comparison["fused"].description
+    found = regression_of(program, *arguments)
+    assert found is not None
+    assert found.skip == {"gated_activation"}
+    assert "skip={'gated_activation'} makes that" in str(found)
 
 
 class Counted:
@@ -272,9 +272,11 @@ class Counted:
     [((1003, 100.4), None), ((1010, 100), "10 MB more"), ((900, 101), "100 MB less and an estimated 1.0 µs more")],
 )
 def test_worse_is_more_bytes_or_time_beyond_half_a_percent(monkeypatch, fused, words):
-    monkeypatch.setattr("xlafuse.regressions._Programs.fused", lambda self, skip: (None, ()))
-    programs: Any = Counted(1000, 100), Counted(*fused)
-    found = find_regression(*programs, ["linear"], norm, target="h200")
+    monkeypatch.setattr("xlafuse.regressions._Programs.plain", lambda self: Counted(1000, 100))
+    monkeypatch.setattr(
+        "xlafuse.regressions._Programs.fused", lambda self, skip: (None if skip else Counted(*fused), ("linear",))
+    )
+    found = regression_of(norm)
     assert str(found) == "None" if words is None else words in str(found)
 
 
@@ -283,11 +285,11 @@ def test_all_that_are_responsible_are_skipped_together(monkeypatch):
 
     def without(self, skip):
         kept = [cost for name, cost in costs.items() if name not in skip]
-        return Counted(1000 + sum(each[0] for each in kept), 100 + sum(each[1] for each in kept)), ()
+        return Counted(1000 + sum(each[0] for each in kept), 100 + sum(each[1] for each in kept)), (*costs,)
 
+    monkeypatch.setattr("xlafuse.regressions._Programs.plain", lambda self: Counted(1000, 100))
     monkeypatch.setattr("xlafuse.regressions._Programs.fused", without)
-    programs: Any = Counted(1000, 100), without(None, frozenset())[0]
-    found = find_regression(*programs, list(costs), norm, target="h200")
+    found = regression_of(norm)
     assert found is not None
     assert found.skip == {"rope", "softmax"}
     assert "skip={'rope', 'softmax'} makes that 50 MB less and an estimated 9.0 µs less" in str(found)

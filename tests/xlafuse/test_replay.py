@@ -20,8 +20,7 @@ from hlo_analysis.capture import capture
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.program.launch_kinds import kind_of
 from hlo_analysis.program.launch_sites import find_launches
-from xlafuse.models import block_function, get_preset
-from xlafuse.models.support import applicable
+from xlafuse.models import block_function
 from xlafuse.strategies import get_strategy
 
 LAUNCHES = Path(__file__).parent / "data" / "h200_launches.json"
@@ -55,7 +54,7 @@ def test_the_shipped_block_was_recorded_on_an_h200():
 def compiled(preset: str, strategy: str, mode: str, shape: tuple[int, int]) -> Capture:
     """The block under a strategy; which takes seconds, for all tests that look at it."""
     chosen = get_strategy(strategy)
-    function, arguments = block_function(preset, shape, plan=applicable(chosen.plan, get_preset(preset)))
+    function, arguments = block_function(preset, shape, plan=chosen.plan)
     return capture(function, *arguments, target="h200", mode=mode, compiler_options=chosen.compiler_options)
 
 

@@ -21,7 +21,7 @@ from xlafuse.bench.settings import (
     Seconds,
     Settings,
 )
-from xlafuse.cli.errors import InputError, cli_errors
+from xlafuse.cli.errors import cli_errors
 from xlafuse.cli.options import names, with_options
 
 if TYPE_CHECKING:
@@ -45,9 +45,8 @@ def _kernels(settings: Settings, output: Output, op: Operations = None) -> None:
     from xlafuse.bench import peers
     from xlafuse.bench.kernels import check_match
 
-    operations = tuple(op or REGISTRY)
-    _check("operation", operations, REGISTRY)
-    _check("phase", settings.phases, PHASES)
+    operations = _checked("operation", op or REGISTRY, REGISTRY)
+    _checked("phase", settings.phases, PHASES)
     peers.check_names(settings.peers)
     check_match(operations, settings.match)
     results = _measured("kernels", operations, settings, output)
@@ -74,12 +73,8 @@ def _block(
 
     get_preset(settings.preset)
     settings = replace(settings, strategies=settings.strategies or tuple(STRATEGIES))
-    _check_strategies(settings.strategies)
-    _check("mode", names(modes), MODES)
-    _check("peer", settings.peers, PEERS)
-    cases = _cases(names(shapes), names(modes))
-    results = _measured("block", cases, settings, output, stall_seconds=200.0)
-    raise typer.Exit(0 if _is_complete(results, settings.strategies) else 1)
+    cases = _cases(shapes, _checked("mode", names(modes), MODES))
+    _under_strategies("block", cases, settings, output, PEERS, stall_seconds=200.0)
 
 
 def _model(
@@ -99,12 +94,8 @@ def _model(
     from xlafuse.models.decoder import get_decoder
 
     get_decoder(settings.model)
-    _check_strategies(settings.strategies)
-    _check("phase", names(phases), model.PHASES)
-    _check("peer", settings.peers, model.PEERS)
-    cases = _cases(names(shapes), names(phases))
-    results = _measured("model", cases, settings, output, stall_seconds=300.0)
-    raise typer.Exit(0 if _is_complete(results, settings.strategies) else 1)
+    cases = _cases(shapes, _checked("phase", names(phases), model.PHASES))
+    _under_strategies("model", cases, settings, output, model.PEERS, stall_seconds=300.0)
 
 
 def _mesh(
@@ -130,17 +121,12 @@ def _mesh(
     from xlafuse.models.shardings import PARALLEL, layout_of, parse_mesh
 
     get_decoder(settings.model)
-    _check_strategies(settings.strategies)
-    _check("kind of parallel", names(parallel), PARALLEL)
-    _check("phase", names(phases), mesh.PHASES)
-    _check("peer", settings.peers, mesh.PEERS)
-    if settings.mesh:
-        for kind in names(parallel):
-            layout_of(parse_mesh(settings.mesh), kind)
-    kinds = [f"{phase} {kind}" for phase in names(phases) for kind in names(parallel)]
-    cases = _cases(names(shapes), [each for each in kinds if not each.startswith("train") or each == "train fsdp"])
-    results = _measured("mesh", cases, settings, output, stall_seconds=400.0)
-    raise typer.Exit(0 if _is_complete(results, settings.strategies) else 1)
+    parallels = _checked("kind of parallel", names(parallel), PARALLEL)
+    for kind in parallels if settings.mesh else ():
+        layout_of(parse_mesh(settings.mesh), kind)
+    kinds = [f"{phase} {kind}" for phase in _checked("phase", names(phases), mesh.PHASES) for kind in parallels]
+    cases = _cases(shapes, [each for each in kinds if not each.startswith("train") or each == "train fsdp"])
+    _under_strategies("mesh", cases, settings, output, mesh.PEERS, stall_seconds=400.0)
 
 
 def _choice(
@@ -148,10 +134,6 @@ def _choice(
     output: Output,
     op: Operations = None,
     count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of calls to draw for each operation.")] = 20,
-    numbers: Annotated[
-        str | None,
-        typer.Option(metavar="A,B,C", help="Only these of the drawn calls, counted from 0; call 0.7 has number 7."),
-    ] = None,
 ) -> None:
     """Measure whether calls that name no implementation take the fastest one, at random sizes.
 
@@ -161,14 +143,9 @@ def _choice(
     from pallas_kernels import REGISTRY
     from xlafuse.bench.choice import is_kept
 
-    operations = tuple(op or REGISTRY)
-    _check("operation", operations, REGISTRY)
-    _check("mode", settings.modes, MODES)
-    for number in names(numbers):
-        if not number.isdecimal():
-            raise InputError(f"expected numbers of calls with commas between, as 3,17, got {number!r}")
-    drawn = [int(number) for number in names(numbers)] or range(count)
-    calls = tuple(dict.fromkeys(f"{name} {number}" for name in operations for number in drawn))
+    _checked("mode", settings.modes, MODES)
+    operations = _checked("operation", op or REGISTRY, REGISTRY)
+    calls = [f"{name} {number}" for name in operations for number in range(count)]
     results = _measured("choice", calls, settings, output)
     raise typer.Exit(0 if is_kept(results) else 1)
 
@@ -229,8 +206,7 @@ def tune(
         from xlafuse.bench.kernels import NoGpuError
         from xlafuse.bench.results import load
 
-        operations = tuple(op or tuner.tunable())
-        _check("tuned operation", operations, tuner.tunable())
+        operations = _checked("tuned operation", op or tuner.tunable(), tuner.tunable())
         kept = None if results is None else load(results)
         # nvidia-smi and JAX use the same name, but asking JAX would take the memory that the worker needs.
         kind = gpu_state().get("gpu") if kept is None else kept.runs[0].environment.device_kind
@@ -247,30 +223,33 @@ def tune(
         print(f"wrote {table}")
 
 
-def _check(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+def _checked(what: str, given: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names, each once; raises `UnknownNameError` for one that is not known."""
     from xlafuse.errors import UnknownNameError
 
     for name in given:
         if name not in known:
             raise UnknownNameError(what, name, known)
+    return tuple(dict.fromkeys(given))
 
 
-def _check_strategies(given: Iterable[str]) -> None:
-    from xlafuse.strategies import get_strategy
-
-    for name in given:
-        get_strategy(name)
-
-
-def _cases(shapes: Sequence[str], modes: Sequence[str]) -> list[str]:
-    """Returns each mode at each shape, as "forward 2x4096".
-
-    Raises:
-        InputError: a shape is not two numbers.
-    """
+def _cases(shapes: str, modes: Iterable[str]) -> list[str]:
+    """Returns each mode at each shape, as "forward 2x4096"; raises `InputError` for a shape that is not two numbers."""
     from xlafuse.cli.inputs import block_shape
 
-    return [f"{mode} {'x'.join(map(str, block_shape((text,))))}" for text in shapes for mode in modes]
+    return [f"{mode} {'x'.join(map(str, block_shape((text,))))}" for text in names(shapes) for mode in modes]
+
+
+def _under_strategies(
+    benchmark: str, cases: Sequence[str], settings: Any, output: Path, peers: Iterable[str], **options: Any
+) -> None:
+    """Measures the cases under the settings' strategies, and exits with 1 where one of these failed."""
+    from xlafuse.strategies import STRATEGIES
+
+    _checked("strategy", settings.strategies, STRATEGIES)
+    _checked("peer", settings.peers, peers)
+    results = _measured(benchmark, cases, settings, output, **options)
+    raise typer.Exit(0 if _is_complete(results, settings.strategies) else 1)
 
 
 def _measured(

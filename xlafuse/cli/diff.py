@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from xlafuse.cli.errors import InputError
-from xlafuse.cli.output import Format, FormatOption
+from xlafuse.cli.output import Format, FormatOption, Json
 from xlafuse.cli.programs import Program, Source, analysis_of, load_analysis
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Request(Source):
         ),
     ] = False
     format: FormatOption = Format.text
-    json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False
+    json: Json = False
 
 
 def diff(request: Request) -> None:

@@ -47,19 +47,16 @@ def explain(request: Request) -> None:
     if request.ptx and (producer is None or consumer is not None):
         raise InputError("--ptx prints the source of one launch: name it, and no second one")
     analysis = analysis_of(request)
-    if request.json and not request.ptx:
-        if producer is not None and consumer is not None:
-            edges = (find_edge(analysis, producer, consumer),)
-        else:
-            edges = edges_of(analysis) if producer is None else find_edges(analysis, producer)
-        print_json([edge_record(analysis, edge) for edge in edges[: request.count]])
+    if producer is None:
+        edges = edges_of(analysis)
+    elif request.ptx:
+        print(find_ptx(analysis, producer))
         return
-    if request.ptx and producer is not None:
-        lines = [find_ptx(analysis, producer)]
-    elif producer is not None and consumer is not None:
-        lines = edge_story(analysis, find_edge(analysis, producer, consumer))
     else:
-        edges = edges_of(analysis) if producer is None else find_edges(analysis, producer)
-        lines = edge_list(analysis, edges, request.count)
-    for line in lines:
-        print(line)
+        edges = find_edges(analysis, producer) if consumer is None else (find_edge(analysis, producer, consumer),)
+    if request.json:
+        print_json([edge_record(analysis, edge) for edge in edges[: request.count]])
+    elif consumer is not None:
+        print("\n".join(edge_story(analysis, edges[0])))
+    else:
+        print("\n".join(edge_list(analysis, edges, request.count)))

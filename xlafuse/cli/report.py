@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xlafuse.cli.errors import InputError, StrategyFailedError
-from xlafuse.cli.output import Format, FormatOption, output_folder
+from xlafuse.cli.output import Format, FormatOption, Json, output_folder
 from xlafuse.cli.programs import DEFAULT_TARGET, Mode, Source, refuse_beside_capture, use_cpu_without_gpu
 from xlafuse.errors import ComparisonError
 from xlafuse.files import write_files
@@ -98,7 +98,7 @@ class Request(Source):
             "to 0.5 MB, the JSON all of it.",
         ),
     ] = None
-    json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False
+    json: Json = False
     format: FormatOption = Format.text
     open_page: Annotated[bool, typer.Option("--open", help="Open report.html in the browser.")] = False
     measure: Annotated[

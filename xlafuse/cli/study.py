@@ -43,15 +43,17 @@ def study(
     with cli_errors():
         from xlafuse.files import to_json
         from xlafuse.studies import STUDIES, get_study, run_study
-        from xlafuse.studies.text import lines, list_lines
+        from xlafuse.studies.pages import table
 
+        studies = map(get_study, STUDIES)
         if show and json:
-            studies = map(get_study, STUDIES)
             print_json([{"name": s.name, "title": s.title, "claims": [asdict(c) for c in s.claims]} for s in studies])
             raise typer.Exit
         if show:
-            for line in list_lines(map(get_study, STUDIES)):
-                print(line)
+            for each in studies:
+                print(f"{each.name}: {each.title}")
+                for claim in each.claims:
+                    print(f"    {claim.text}: {claim.published} ({claim.source})")
             raise typer.Exit
         if name is None:
             raise InputError("expected the name of a study, or all: `xlafuse study --list` shows them")
@@ -59,10 +61,11 @@ def study(
         for each in STUDIES if name == "all" else (name,):
             chosen = get_study(each)
             result = run_study(chosen, target)
-            is_complete &= not any("Error" in note for part in result.parts for note in part.left_out)
+            left_out = [note for part in result.parts for note in part.left_out]
+            is_complete &= not any("Error" in note for note in left_out)
             results.append(asdict(result))
-            for line in () if json else lines(chosen, result):
-                print(line)
+            if not json:
+                print(f"{chosen.title}\n\n{table(result)}", *(f"left out: {note}" for note in left_out), sep="\n")
             if output is not None:
                 path = output / f"{each}.json" if name == "all" else output
                 path.parent.mkdir(parents=True, exist_ok=True)

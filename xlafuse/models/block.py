@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from xlafuse.errors import InapplicablePlanError
 from xlafuse.models import kernels, layers
 from xlafuse.models.config import BlockConfig
 from xlafuse.models.experts import Experts
-from xlafuse.models.plan import FusionPlan
+from xlafuse.models.plan import FusionPlan, named
 from xlafuse.models.shardings import Layout
 
 _FUSES = ("mosaic", "best")
@@ -42,15 +42,10 @@ def normalised(
 ) -> tuple[Array, Array]:
     """Normalises `x` (B, T, hidden) by a plan's `implementation`; see `Norm`."""
     if implementation != "xla":
-        return kernels.normalise(config, x, scale, bias, _named(implementation))
+        return kernels.normalise(config, x, scale, bias, named(implementation))
     if bias is not None:
         return layers.layer_norm(x, scale, bias, epsilon=config.epsilon), x
     return layers.rms_norm(x, scale, epsilon=config.epsilon), x
-
-
-def _named(implementation: str) -> str | None:
-    """Returns the operations' argument for a plan's name."""
-    return None if implementation == "best" else implementation
 
 
 class KeyValueCache(NamedTuple):
@@ -198,11 +193,13 @@ class TransformerBlock(nnx.Module):
         projections = (self.query, self.key, self.value)
         counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         with jax.named_scope("qkv_projection"):
-            if plan.qkv_projection in _FUSES:
-                how = _named(plan.qkv_projection)
-                return kernels.project_heads(config, x, projections, positions, how, norm=norm)
+            how = plan.qkv_projection
+            if how in _FUSES:
+                return kernels.project_heads(config, x, projections, positions, named(how), norm=norm)
             query, key, value = (
-                self._project(layer, x, plan.qkv_projection).reshape(*x.shape[:2], heads, config.head_dim)
+                (layer(x) if how == "xla" else kernels.project(config, x, layer, named(how))).reshape(
+                    *x.shape[:2], heads, config.head_dim
+                )
                 for layer, heads in zip(projections, counts, strict=True)
             )
         if config.rope_theta is not None:
@@ -211,28 +208,25 @@ class TransformerBlock(nnx.Module):
         return query, key, value
 
     def _mix(self, query: Array, key: Array, value: Array, implementation: str) -> Array:
-        if implementation not in ("xla", "cudnn"):
-            how, is_causal = _named(implementation), self.config.is_causal
-            return kernels.attend(query, key, value, is_causal=is_causal, implementation=how)
-        attention = layers.cudnn_attention if implementation == "cudnn" else layers.attention
-        return attention(query, key, value, is_causal=self.config.is_causal)
+        is_causal = self.config.is_causal
+        if implementation == "xla":
+            return layers.attention(query, key, value, is_causal=is_causal)
+        if implementation == "cudnn":
+            return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal, implementation="cudnn")
+        return kernels.attend(query, key, value, is_causal=is_causal, implementation=named(implementation))
 
     def _mix_cached(
         self, query: Array, key: Array, value: Array, cache: KeyValueCache, filled: Array, implementation: str
     ) -> tuple[Array, KeyValueCache]:
         lengths = jnp.broadcast_to(filled + 1, query.shape[:1])
         if implementation in _FUSES:
-            mixed, *extended = kernels.attend_cached(query, key, value, cache, lengths)
-            return mixed, KeyValueCache(*extended)
+            made: Any = pallas_kernels.decode_attention(query, *cache, lengths, new_key=key, new_value=value)
+            return made[0], KeyValueCache(*made[1:])
         cache = cache.appended(key, value, filled)
         mixed = jax.nn.dot_product_attention(
             query, *cache, key_value_seq_lengths=lengths, implementation="cudnn" if implementation == "cudnn" else "xla"
         )
         return mixed, cache
-
-    def _project(self, layer: nnx.Linear, x: Array, implementation: str) -> Array:
-        """Multiplies by a layer's weights, with nothing else fused into the product."""
-        return layer(x) if implementation == "xla" else kernels.project(self.config, x, layer, _named(implementation))
 
     def _add_projected(
         self,
@@ -245,7 +239,7 @@ class TransformerBlock(nnx.Module):
         """Returns `stream + layer(x)`; `names` are the scopes of the projection and of the addition."""
         with jax.named_scope(f"{names[0]}_projection"):
             if implementation != "xla":
-                return kernels.project(self.config, x, layer, _named(implementation), residual=stream)
+                return kernels.project(self.config, x, layer, named(implementation), residual=stream)
             update = layer(x)
         with jax.named_scope(f"{names[1]}_residual"):
             return stream + update
@@ -274,7 +268,7 @@ class TransformerBlock(nnx.Module):
         norm = kernels.norm_in_product(config, x, self.mlp_norm.scale[...])
         if norm is not None and config.mlp == "swiglu" and plan.mlp_norm == how in _FUSES:
             with jax.named_scope("gate_up_projection"):
-                return kernels.expand_gated(config, x, self.gate, self.up, _named(how), norm=norm), x
+                return kernels.expand_gated(config, x, self.gate, self.up, named(how), norm=norm), x
         with jax.named_scope("mlp_norm"):
             normed, stream = self.mlp_norm(x, plan.mlp_norm)
         return (self._expand_gated if config.mlp == "swiglu" else self._expand_plain)(normed, how), stream
@@ -282,7 +276,7 @@ class TransformerBlock(nnx.Module):
     def _expand_gated(self, x: Array, implementation: str) -> Array:
         with jax.named_scope("gate_up_projection"):
             if implementation in _FUSES:
-                return kernels.expand_gated(self.config, x, self.gate, self.up, _named(implementation))
+                return kernels.expand_gated(self.config, x, self.gate, self.up, named(implementation))
             if implementation == "triton":
                 gate = kernels.project(self.config, x, self.gate, "triton", activation="silu")
                 up = kernels.project(self.config, x, self.up, "triton")
@@ -294,7 +288,7 @@ class TransformerBlock(nnx.Module):
     def _expand_plain(self, x: Array, implementation: str) -> Array:
         with jax.named_scope("up_projection"):
             if implementation != "xla":
-                return kernels.project(self.config, x, self.up, _named(implementation), activation="gelu_tanh")
+                return kernels.project(self.config, x, self.up, named(implementation), activation="gelu_tanh")
             up = self.up(x)
         with jax.named_scope("activation"):
             return jax.nn.gelu(up, approximate=True)

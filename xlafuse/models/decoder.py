@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+import pallas_kernels
 from xlafuse.errors import UnknownNameError
-from xlafuse.models import kernels
 from xlafuse.models.block import KeyValueCache, TransformerBlock, normalised
 from xlafuse.models.config import BlockConfig, get_preset
 from xlafuse.models.plan import FusionPlan
@@ -137,7 +137,8 @@ class Decoder:
         hidden = self._hidden(params, tokens[:, :-1], remat=remat)
         with jax.named_scope("loss"):
             if self.plan.up_projection in ("mosaic", "best"):
-                return kernels.head_loss(hidden, params["head"], tokens[:, 1:])
+                head = params["head"].astype(hidden.dtype)
+                return pallas_kernels.linear_cross_entropy(hidden, head, tokens[:, 1:], reduction="mean")
             logits = (hidden @ params["head"]).astype(jnp.float32)
             at_label = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
             return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - at_label)

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 import pallas_kernels
 from xlafuse.models.config import BlockConfig
-from xlafuse.models.plan import FusionPlan
+from xlafuse.models.plan import FusionPlan, named
 
 _BY_XLA = ("xla", "triton")
 """Implementations that XLA computes: no Triton kernel multiplies groups of rows by matrices of their own."""
@@ -60,7 +60,7 @@ class Experts(nnx.Module):
             if how in _BY_XLA:
                 y = lax.ragged_dot(hidden, down, routing.sizes)
             else:
-                y = pallas_kernels.grouped_linear(hidden, down, routing.sizes, implementation=_named(how))
+                y = pallas_kernels.grouped_linear(hidden, down, routing.sizes, implementation=named(how))
         with jax.named_scope("experts_sum"):
             parts = in_order(y, routing.order, routing.place).reshape(*routing.weights.shape, -1)
             return jnp.sum(parts * routing.weights[..., None], axis=1).astype(dtype).reshape(x.shape)
@@ -84,14 +84,10 @@ def _expanded(rows: Array, gate: Array, up: Array, sizes: Array, plan: FusionPla
     how = plan.up_projection
     with jax.named_scope("gate_up_projection"):
         if how not in _BY_XLA:
-            return pallas_kernels.grouped_gated_linear(rows, gate, up, sizes, implementation=_named(how))
+            return pallas_kernels.grouped_gated_linear(rows, gate, up, sizes, implementation=named(how))
         gated, linear = lax.ragged_dot(rows, gate, sizes), lax.ragged_dot(rows, up, sizes)
     with jax.named_scope("activation"):
         return jax.nn.silu(gated) * linear
-
-
-def _named(implementation: str) -> str | None:
-    return None if implementation == "best" else implementation
 
 
 @jax.custom_vjp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +19,9 @@ BlockFunction = Callable[..., Array]
 """`(params, x, positions=None) -> y`: `x` and `y` are (B, T, hidden), `params` a nested dict."""
 
 
-def resolve_config(block: str | BlockConfig, *, dtype: str | None = None) -> BlockConfig:
-    """Returns the given or named configuration; `dtype` replaces its compute and parameter dtypes."""
-    config = get_preset(block) if isinstance(block, str) else block
-    return config if dtype is None else dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
+def resolve_config(block: str | BlockConfig) -> BlockConfig:
+    """Returns the given or named configuration."""
+    return get_preset(block) if isinstance(block, str) else block
 
 
 def block_function(

@@ -91,21 +91,6 @@ def attend(query: Array, key: Array, value: Array, *, is_causal: bool, implement
     return jnp.einsum("bkgts,bskh->btkgh", weights.astype(query.dtype), value).reshape(query.shape)
 
 
-def attend_cached(
-    query: Array, key: Array, value: Array, caches: tuple[Array, Array], lengths: Array
-) -> tuple[Array, Array, Array]:
-    """Attends one token a sequence, (B, 1, N, H), to caches (B, S, K, H) of `lengths` (B,) tokens, this one included.
-
-    Returns also the caches, into which key and value (B, 1, K, H) of the token are written.
-    """
-    return cast(Any, pallas_kernels.decode_attention(query, *caches, lengths, new_key=key, new_value=value))
-
-
-def head_loss(hidden: Array, head: Array, labels: Array) -> Array:
-    """Returns the mean cross-entropy of `labels` (B, T) under `hidden @ head`; stores no logits if that is faster."""
-    return pallas_kernels.linear_cross_entropy(hidden, head.astype(hidden.dtype), labels, reduction="mean")
-
-
 def expand_gated(
     config: BlockConfig,
     x: Array,

@@ -59,8 +59,3 @@ def attention(query: Array, key: Array, value: Array, *, is_causal: bool) -> Arr
         scores = jnp.where(visible, scores, jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(query.shape)
-
-
-def cudnn_attention(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
-    """Scaled dot-product attention by cuDNN's flash attention kernels; shapes as for `attention`."""
-    return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal, implementation="cudnn")

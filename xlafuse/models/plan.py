@@ -18,6 +18,11 @@ SITES: dict[str, tuple[str, ...]] = {
 """Sites of the block in program order, with the implementations of each."""
 
 
+def named(implementation: str) -> str | None:
+    """Returns the operations' argument for a plan's name of an implementation."""
+    return None if implementation == "best" else implementation
+
+
 @dataclass(frozen=True, kw_only=True)
 class FusionPlan:
     """The implementation of each site.

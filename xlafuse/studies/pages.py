@@ -59,12 +59,13 @@ def page(study: Study, result: StudyResult, *, has_plot: bool) -> str:
         parts.append(f"{text}**{finding.verdict.capitalize()}.** {finding.reason}".rstrip())
     if has_plot:
         parts.append(f"![{study.title}]({study.name}.svg)")
-    parts.append(_table(result))
+    parts.append(table(result))
     parts.append("\n".join(_provenance(study, result)))
     return "\n\n".join(parts) + "\n"
 
 
-def _table(result: StudyResult) -> str:
+def table(result: StudyResult) -> str:
+    """Makes a table with a row for each variant of each case."""
     known = [name for name in _COLUMNS if result.has(name) and (name != "roofline_us" or not result.has("us"))]
     rows = []
     for case in result.cases:

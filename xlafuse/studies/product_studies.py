@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import pallas_kernels as kernels
 from pallas_kernels import Norm, QuantizedWeight
 from xlafuse.studies.comparisons import FUSED, UNFUSED, XLA, Gain, claim, comparison
-from xlafuse.studies.products import ROWS, apart, at, bf16, dot, layer, rms
+from xlafuse.studies.products import ROWS, apart, bf16, dot, layer, rms
 from xlafuse.studies.records import Claim, Study
 from xlafuse.studies.variants import Case, Variant, torch_variants
 
 _FEATURES, _OUTPUTS, _WIDE, _KEYS, _RANK = 4096, 4096, 16384, 1024, 16
+_TORCH_ROWS = (16, 512, 8192)
+"""Rows at which PyTorch is timed too; torch.compile takes seconds a shape."""
 _TILE = 256
 """Outputs that a block of a product computes. Each of the 16 blocks side by side would norm the same rows."""
 _ANNOTATED, _TRITON = "Fusion as annotated code", "Writing Fused Kernels with Triton"
@@ -41,10 +43,15 @@ def _study(
 
     inputs: makes the arguments of so many tokens. torch: the function in PyTorch, compiled and, if `eager`, as it is.
     """
-    known = {key: each if isinstance(each, Variant) else Variant(function=each) for key, each in variants.items()}
-    known |= {key: each for key, each in torch_variants(torch).items() if eager or key == "torch.compile"}
+    plain = {key: each if isinstance(each, Variant) else Variant(function=each) for key, each in variants.items()}
+    torched = {key: each for key, each in torch_variants(torch).items() if eager or key == "torch.compile"}
     cases = [
-        Case(name=case.format(n), arguments=inputs(n), variants=at(n, known), is_counted=n in set(counted))
+        Case(
+            name=case.format(n),
+            arguments=inputs(n),
+            variants=plain | (torched if n in _TORCH_ROWS else {}),
+            is_counted=n in set(counted),
+        )
         for n in rows
     ]
     return comparison(name, title, claims, lambda: [*cases, *others], reason=reason)

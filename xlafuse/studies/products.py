@@ -5,7 +5,6 @@ Weights are (features, outputs), as in `pallas_kernels.linear`; sums are float32
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,19 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from xlafuse.models.layers import layer_norm, rms_norm
-from xlafuse.studies.variants import Variant
 
 ROWS = (1, 16, 512, 8192)
 """Tokens: decoding one sequence and sixteen, a short prompt, a training batch."""
-
-
-TORCH_ROWS = (16, 512, 8192)
-"""Rows at which PyTorch is timed too; torch.compile takes seconds a shape."""
-
-
-def at(rows: int, variants: Mapping[str, Variant]) -> dict[str, Variant]:
-    """Returns the variants to time at this number of tokens."""
-    return {name: each for name, each in variants.items() if each.framework == "jax" or rows in TORCH_ROWS}
 
 
 def bf16(*shape: int) -> jax.ShapeDtypeStruct:

@@ -160,13 +160,8 @@ def merged(results: Sequence[StudyResult]) -> StudyResult:
     names = sorted({result.study for result in results})
     if len(names) != 1:
         raise StudyError(f"expected results of one study, got {', '.join(names) or 'none'}")
-    parts = {(part.basis, part.target, part.variants): part for result in results for part in map(_Keyed, result.parts)}
-    return replace(results[-1], parts=tuple(each.part for each in parts.values()))
-
-
-class _Keyed:
-    """A part keyed by what it covers."""
-
-    def __init__(self, part: Part):
-        self.part, self.basis, self.target = part, part.basis, part.target
-        self.variants = frozenset((row.case, row.variant) for row in part.rows) if part.basis == "measured" else None
+    parts: dict[Any, Part] = {}
+    for part in (part for result in results for part in result.parts):
+        variants = frozenset((row.case, row.variant) for row in part.rows) if part.basis == "measured" else None
+        parts[part.basis, part.target, variants] = part
+    return replace(results[-1], parts=tuple(parts.values()))
