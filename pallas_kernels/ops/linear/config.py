@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from pallas_kernels import tuning
 from pallas_kernels.ops._products.product import Config, default_config
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS
-from pallas_kernels.primitives.few_rows.config import candidates as few_rows_candidates
 from pallas_kernels.primitives.gemm.config import (
     EVEN,
     MIXED,
@@ -77,9 +76,9 @@ def tuned_config(known: tuning.Key, rows: int, *, is_normed: bool = False, keeps
 
 
 def candidates(rows: int) -> Mapping[str, Config]:
-    """Returns the configurations worth measuring, by name."""
+    """Returns the configurations worth measuring, by name; of few rows only the untuned one is."""
     if rows <= MOST_ROWS:
-        return few_rows_candidates()
+        return {}
     return {
         "128x256": GemmConfig(),
         "128x(256+192)": MIXED[1],

@@ -112,19 +112,3 @@ def _choose_integers(rows: int, groups: int, k: int, bits: int) -> FewRowsConfig
     depth = max(line, 256) if rows <= _SOME_TOKENS else line
     warpgroups = 3 if k > _DEEP and rows <= _SOME_TOKENS else 2
     return FewRowsConfig(columns=GROUP, depth=depth, splits=2, warpgroups=warpgroups, stages=_MOST_STAGES)
-
-
-def candidates() -> dict[str, FewRowsConfig]:
-    """Returns the tilings worth measuring for 16-bit weights, by name."""
-    cuts = (
-        *((128, 64, 1, 1), (128, 64, 1, 2), (64, 128, 1, 2), (64, 128, 1, 4)),
-        *((64, 256, 1, 2), (64, 128, 2, 1), (64, 256, 2, 1)),
-    )
-    found = {
-        f"{columns} columns, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups": FewRowsConfig(
-            columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, stages=_MOST_STAGES
-        )
-        for columns, depth, splits, warpgroups in cuts
-    }
-    found["64 columns, 256 deep, 4 stages"] = ONE_WARPGROUP
-    return found
