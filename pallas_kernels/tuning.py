@@ -24,11 +24,6 @@ from typing import Any
 
 from pallas_kernels.primitives.platform import target_device
 
-try:
-    import fcntl
-except ImportError:  # Windows, where nobody tunes
-    fcntl = None
-
 SCHEMA_VERSION = 1
 CACHE_VARIABLE = "XLAFUSE_CACHE"
 """The environment variable that names a folder to use instead of the user's cache."""
@@ -140,33 +135,18 @@ def read(path: Path, device_kind: str) -> dict[str, Choice]:
 def add(path: Path, device_kind: str, entries: Mapping[str, Choice]) -> None:
     """Adds entries to a table, creates it if needed, and keeps its other entries.
 
-    The file is replaced as a whole, so a reader sees the old or the new one. Writers take turns.
+    The file is replaced as a whole, so a reader sees the old or the new one. What another process adds at the same
+    moment may be lost; `xlafuse tune` measures it again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _only_writer(path.parent):
-        kept = {**read(path, device_kind), **entries}
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "device_kind": device_kind,
-            "entries": {key: asdict(kept[key]) for key in sorted(kept)},
-        }
-        _replace(path, document)
+    kept = {**read(path, device_kind), **entries}
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "device_kind": device_kind,
+        "entries": {key: asdict(kept[key]) for key in sorted(kept)},
+    }
+    _replace(path, document)
     forget()
-
-
-@contextlib.contextmanager
-def _only_writer(folder: Path) -> Iterator[None]:
-    """Holds a lock on the folder itself, which leaves no file behind and ends with the process."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network drives have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _replace(path: Path, document: Mapping[str, Any]) -> None:

@@ -66,13 +66,11 @@ def _with_own(x: jax.Array, others: Sequence[jax.Array]) -> list[tuple[jax.Array
     return [lax.optimization_barrier((x, other)) for other in others]
 
 
-def input_gradient(
-    cotangents: Sequence[jax.Array], weights: Sequence[jax.Array], *, dtype: jnp.dtype | None = None
-) -> jax.Array:
+def input_gradient(cotangents: Sequence[jax.Array], weights: Sequence[jax.Array]) -> jax.Array:
     """Computes the sum of `d @ w.T` over pairs of a cotangent and a weight: the gradient of the input that they share.
 
-    d: (rows, outputs); w: (features, outputs) with the outputs of its cotangent; all of one 16-bit dtype. dtype: the
-    result's, if another. The layer's own kernel has run, so that Mosaic GPU's kernels take these sizes.
+    d: (rows, outputs); w: (features, outputs) with the outputs of its cotangent; all of one 16-bit dtype. The layer's
+    own kernel has run, so that Mosaic GPU's kernels take these sizes.
 
     Many rows have one launch where that is faster: XLA has one for each product and one for the sum. Small
     operands are joined for one product of XLA: 4353 rows, 128 features and 512 outputs take 7 µs less, 128 rows, 1024
@@ -81,14 +79,13 @@ def input_gradient(
     rows, features = cotangents[0].shape[0], weights[0].shape[0]
     if is_faster_summed(rows, features, sum(d.shape[1] for d in cotangents)):
         config = choose_config(rows, features, is_even=True)
-        arguments = {"transpose_b": True, "is_along_depth": True, "out_dtype": dtype, "name": "input_gradient"}
+        arguments = {"transpose_b": True, "is_along_depth": True, "name": "input_gradient"}
         return gemm(cotangents, weights, config=config, **arguments)[0]
     bytes_of = [cotangents[0].dtype.itemsize * sum(array.size for array in arrays) for arrays in (cotangents, weights)]
     if sum(bytes_of) <= _MOST_JOINED_BYTES and bytes_of[1] <= _MOST_JOINED_WEIGHTS:
         d, w = (jnp.concatenate(arrays, axis=1) for arrays in (cotangents, weights))
-        return jnp.matmul(d, w.T, preferred_element_type=dtype)
-    pairs = zip(cotangents, weights, strict=True)
-    return functools.reduce(operator.add, [jnp.matmul(d, w.T, preferred_element_type=dtype) for d, w in pairs])
+        return d @ w.T
+    return functools.reduce(operator.add, [d @ w.T for d, w in zip(cotangents, weights, strict=True)])
 
 
 def is_faster_summed(rows: int, features: int, depth: int) -> bool:
@@ -96,8 +93,7 @@ def is_faster_summed(rows: int, features: int, depth: int) -> bool:
 
     depth: outputs of all cotangents together.
     """
-    config = choose_config(rows, features, is_even=True)
-    ours, xla = estimated_us(rows, features, depth, config, written_bytes=2 * rows * features)
+    ours, xla = estimated_us(rows, features, depth, is_mixed=False)
     return rows >= FEWEST_SUMMED_ROWS and features >= FEWEST_OUTPUTS and ours < xla
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import draws
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +9,12 @@ import pytest
 from products import assert_close, normal, wide
 
 from pallas_kernels import Rope, qkv_projection, quantize
-from pallas_kernels.ops.qkv_projection.config import HeadForm, candidates
+from pallas_kernels.ops.qkv_projection.config import HeadForm, default_config
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward
 from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import Operands
 from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.few_rows.config import SPLIT_INTEGERS, FewRowsConfig
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.few_rows.norm import RowNorm
@@ -110,7 +108,7 @@ def test_integer_weights(name, seed):
 
 def test_integers_in_the_order_of_lanes(seed):
     x, w = normal(seed, 16, 768), quantize(normal(seed + 1, 768, 128))
-    config = replace(SPLIT_INTEGERS, depth=128, stages=2)
+    config = FewRowsConfig(columns=64, depth=128, splits=2, stages=2)
     (got,) = few_rows_product(x, [w.values], scales=[w.scales], config=config)
     assert_close(got, wide(x) @ wide(w.dequantized(jnp.float32)))
 
@@ -184,7 +182,7 @@ def test_heads_lie_whole_in_tiles(seed):
     with pytest.raises(ValueError, match="tiles of 64 columns do not hold whole heads of 128"):
         few_rows_product(x, [w, w], rotation=rotation, is_concatenated=True, config=FewRowsConfig(columns=64))
     with pytest.raises(ValueError, match="only weights beside each other are rotated"):
-        few_rows_product(x, [w], rotation=rotation)
+        few_rows_product(x, [w], rotation=rotation, config=FewRowsConfig())
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -215,23 +213,14 @@ def test_epilogue_after_a_norm_of_rows(dtype, seed):
     assert_close(got, np.maximum(product + wide(bias), 0) + wide(residual))
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-def test_sums_of_squares(rows, seed):
-    x, w, residual = normal(seed, rows, 192), normal(seed + 1, 192, 128), normal(seed + 2, rows, 128)
-    config = FewRowsConfig(columns=64, warpgroups=2)
-    total, squares = few_rows_product(x, [w], residual=residual, row_squares=True, config=config)
-    assert_close(total, wide(x) @ wide(w) + wide(residual))
-    exact = np.square(wide(total)).sum(axis=1)
-    np.testing.assert_allclose(wide(squares), exact, rtol=1e-5)
-
-
 def test_projections_as_a_transposed_product(seed):
     x, *weights = (normal(seed + i, *shape) for i, shape in enumerate([(3, 128), (128, 256), (128, 128), (128, 128)]))
     scale, bias = jnp.array([0.5, 1.0, 2.0]), (jnp.arange(256.0), None, jnp.ones(128))
     positions = jnp.array([0, 77, 1000], jnp.int32)
-    config = next(c for c in candidates(3, head_size=128, is_normed=False).values() if isinstance(c, FewRowsConfig))
-    form, given = HeadForm(size=128, is_rotated=True), Operands(x=x, weights=weights, row_scale=scale, biases=bias)
-    got, _ = qkv_projection_forward(form, given, angle_tables(positions, 128, 500_000.0), config=config)
+    config = default_config(3, [256, 128, 128], features=128, head_size=128)
+    form, given = HeadForm(size=128, is_rotated=True), Operands(x=x, weights=weights, biases=bias)
+    tables = angle_tables(positions, 128, 500_000.0)
+    got, _ = qkv_projection_forward(form, given, tables, row_scale=scale, config=config)
     exact = [array.astype(jnp.float32) for array in (x * scale[:, None].astype(x.dtype), *weights)]
     filled = [jnp.zeros(w.shape[1]) if b is None else b for b, w in zip(bias, weights, strict=True)]
     rope = Rope(positions, 500_000.0)
@@ -241,10 +230,9 @@ def test_projections_as_a_transposed_product(seed):
         np.testing.assert_allclose(y.astype(jnp.float32), exact.reshape(3, -1), rtol=2**-8, atol=0.02)
 
 
-def test_cuts_of_projections_hold_whole_heads():
-    for size, columns in ((None, 128), (128, 128), (256, 256), (64, None)):
-        found = {
-            c.columns for c in candidates(16, head_size=size, is_normed=True).values() if isinstance(c, FewRowsConfig)
-        }
-        assert found == (set() if columns is None else {columns})
-    assert not any(isinstance(c, FewRowsConfig) for c in candidates(65, head_size=128, is_normed=True).values())
+@pytest.mark.parametrize(
+    ("rows", "head_size", "columns"), [(16, None, 128), (16, 128, 128), (16, 256, 256), (16, 64, None), (65, 128, None)]
+)
+def test_tiles_of_projections_hold_whole_heads(rows, head_size, columns):
+    config = default_config(rows, [512, 256, 256], features=256, head_size=head_size)
+    assert (config.columns if isinstance(config, FewRowsConfig) else None) == columns

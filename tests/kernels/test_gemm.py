@@ -11,7 +11,7 @@ from products import assert_close, normal, wide
 
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.gemm.config import GemmConfig
-from pallas_kernels.primitives.gemm.epilogue import Beside, Epilogue, HeadRotation
+from pallas_kernels.primitives.gemm.epilogue import Epilogue, HeadRotation
 from pallas_kernels.primitives.gemm.kernel import gemm
 from pallas_kernels.primitives.hopper import SHARED_BYTES
 
@@ -121,11 +121,8 @@ def test_right_operands_beside_each_other(m, config, size, seed):
     got = gemm(
         [x],
         weights,
-        beside=[
-            Beside(rotation=HeadRotation(size=size, angles=size // 2)),
-            Beside(rotation=HeadRotation(size=size, angles=size // 2), bias=bias),
-            Beside(),
-        ],
+        rotations=[HeadRotation(size=size, angles=size // 2), HeadRotation(size=size, angles=size // 2), None],
+        bias=[None, bias, None],
         angles=angles,
         row_scale=scale,
         config=config,

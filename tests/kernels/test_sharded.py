@@ -38,6 +38,8 @@ from pallas_kernels.registry import REGISTRY
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 ONE = AbstractMesh((1,), ("one",), axis_types=(AxisType.Auto,), abstract_device=H200)
+SIZES = ((40, 64), (64, 128), (40, 128))
+"""Of x, weights and residual."""
 SHARED = [op for op in REGISTRY.values() if hasattr(op.function, "dimensions")]
 
 
@@ -95,6 +97,20 @@ def test_parts_compute_what_one_device_does(name, cpus, seed):
 )
 def test_parts_of_all_arguments_compute_what_one_device_does(op, spec, cpus, seed):
     check_in_parts(op, spec, cpus, seed)
+
+
+@pytest.mark.filterwarnings("ignore::pallas_kernels.KernelWarning")
+def test_a_sum_over_devices_of_which_each_keeps_columns(cpus):
+    x, w, residual = (jnp.asarray(np.arange(n * m).reshape(n, m) % 7 - 3.0, jnp.float16) for n, m in SIZES)
+    shardings = tuple(NamedSharding(cpus, spec) for spec in (P(None, "d"), P("d", None), P(None, "d")))
+
+    def function(x, w, residual):
+        y = linear(x, w, residual=residual, implementation=("mosaic", "xla"))
+        return jax.lax.with_sharding_constraint(y, shardings[2])
+
+    found, count = run_in_parts(function, (x, w, residual), shardings)
+    assert count == 1
+    np.testing.assert_array_equal(found, x @ w + residual)
 
 
 def layer(x, weights, implementation=None) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import jax
@@ -116,17 +115,6 @@ def test_writing_keeps_the_other_entries_and_leaves_nothing_behind(own, monkeypa
     with pytest.raises(TypeError):
         tuning.add(own, KIND, {"c": Choice(implementation="xla", variant=None, microseconds={"xla": object()})})
     assert own.read_text() == before
-    assert [path.name for path in own.parent.iterdir()] == [own.name]
-
-
-def test_several_writers_lose_no_entry(own):
-    def write(writer):
-        for i in range(5):
-            tuning.add(own, KIND, {f"{writer} {i}": entry()})
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(write, range(4)))
-    assert len(tuning.read(own, KIND)) == 20
     assert [path.name for path in own.parent.iterdir()] == [own.name]
 
 

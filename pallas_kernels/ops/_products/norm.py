@@ -70,25 +70,23 @@ def norm_unsupported(norm: Norm | None, x: jax.Array) -> str | None:
     return apply.mosaic_unsupported(x, norm.scale, norm.bias)
 
 
-def prologue(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the rows to multiply by the weights, and factors (rows,) for the product's rows, or None. Differentiable.
+def normalised(norm: Norm | None, x: jax.Array) -> jax.Array:
+    """Returns the rows that the weights multiply, rounded to x's dtype. Differentiable.
 
     x: (rows, features). The norm has been checked.
     """
     if norm is None:
-        return x, None
+        return x
     if norm.mean_square is not None:
-        squares = norm.mean_square.reshape(-1)
-        if norm.scale is None:
-            return x, lax.rsqrt(squares.astype(jnp.float32) + norm.epsilon)
-        return norm_reference(replace(norm, mean_square=squares), x), None
+        # The gradient keeps x, not its float32 values.
+        return jax.checkpoint(norm_reference)(replace(norm, mean_square=norm.mean_square.reshape(-1)), x)
     row_kernel = RowKernelNorm(
         name="rms_norm" if norm.kind == "rms" else "layer_norm",
         epsilon=float(norm.epsilon),
         rounds_before_scale=norm.rounds_before_scale,
     )
     scale, bias = (None if each is None else jnp.asarray(each) for each in (norm.scale, norm.bias))
-    return apply.apply_norm(row_kernel, False, x, scale, bias)[0], None  # pyright: ignore[reportIndexIssue]
+    return apply.apply_norm(row_kernel, False, x, scale, bias)[0]  # pyright: ignore[reportIndexIssue]
 
 
 def norm_reference(norm: Norm | None, x: jax.Array) -> jax.Array:
@@ -113,9 +111,18 @@ def is_fusable(norm: Norm | None, x: jax.Array) -> bool:
     return norm is not None and norm.kind == "rms" and norm.mean_square is None and x.dtype == jnp.bfloat16
 
 
-def can_fuse_norm(config: Any, norm: Norm | None, x: jax.Array) -> bool:
-    """Whether the product's launch computes the norm of x: it can, and the configuration asks for it."""
-    return isinstance(config, FewRowsConfig) and config.fuses_norm and is_fusable(norm, x)
+def before_product(norm: Norm | None, x: jax.Array, config: Any) -> tuple[jax.Array, dict[str, Any]]:
+    """Returns the rows for a product's kernel without gradient, and its `norm=` or `row_scale=`; each may be None.
+
+    The norm is in the launch if it can be and the configuration asks for it.
+    """
+    if is_fusable(norm, x) and isinstance(config, FewRowsConfig) and config.fuses_norm:
+        assert norm is not None
+        scale = None if norm.scale is None else jnp.asarray(norm.scale)
+        return x, {"norm": RowNorm(epsilon=float(norm.epsilon), scale=scale)}
+    if norm is not None and norm.mean_square is not None and norm.scale is None:
+        return x, {"row_scale": lax.rsqrt(norm.mean_square.reshape(-1).astype(jnp.float32) + norm.epsilon)}
+    return normalised(norm, x), {}
 
 
 def after_norm(
@@ -126,28 +133,18 @@ def after_norm(
     x: jax.Array,
     *operands: Any,
 ) -> Any:
-    """Returns a product of x's normalised rows: with the norm in its launch, or in one before it for the gradient.
+    """Returns a product of x's normalised rows: in one launch where no gradient is taken, if that is possible.
 
-    differentiable: computes the product from the rows, their factors or None, and the operands, in a configuration of
-    its own choice. forward: computes it from x, the operands and `norm=`, in one launch and in the configuration
-    `config`. It is used without a gradient, if `can_fuse_norm` of this configuration.
+    differentiable: computes the product from normalised rows and the operands. forward: computes it from rows, the
+    operands and `before_product`'s keywords, in the configuration `config`.
     """
+    apart = usual_promotion(lambda x, norm, *operands: differentiable(normalised(norm, x), *operands))
 
-    if not can_fuse_norm(config, norm, x):
-        return differentiable(*prologue(norm, x), *operands)
-    apart = usual_promotion(lambda x, norm, *operands: differentiable(*prologue(norm, x), *operands))
-    together = usual_promotion(lambda x, norm, *operands: forward(x, *operands, norm=row_norm(norm)))
-    return differentiated_as(apart, together)(x, norm, *operands)
+    def together(x, norm, *operands):
+        rows, options = before_product(norm, x, config)
+        return forward(rows, *operands, **options)
 
-
-def row_norm(norm: Norm) -> RowNorm:
-    """Converts the norm to the argument of the kernel for few rows."""
-    return RowNorm(epsilon=float(norm.epsilon), scale=None if norm.scale is None else jnp.asarray(norm.scale))
-
-
-def scaled_rows(x: jax.Array, row_scale: jax.Array | None) -> jax.Array:
-    """Multiplies rows by their factors and rounds to x's dtype. x: (rows, features); row_scale: (rows,) or None."""
-    return x if row_scale is None else (x.astype(jnp.float32) * row_scale[:, None]).astype(x.dtype)
+    return differentiated_as(apart, usual_promotion(together))(x, norm, *operands)
 
 
 @usual_promotion

@@ -3,86 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops._products.norm import scaled_rows
-from pallas_kernels.primitives.few_rows.config import (
-    MOST_FUSED_NORM_ROWS,
-    MOST_ROWS,
-    FewRowsConfig,
-    choose_few_rows,
-    fused_norm_candidates,
-)
-from pallas_kernels.primitives.few_rows.config import candidates as few_rows_candidates
+from pallas_kernels.primitives.few_rows.config import MOST_ROWS, FewRowsConfig, choose_few_rows
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
-from pallas_kernels.primitives.few_rows.norm import RowNorm
-from pallas_kernels.primitives.gemm.config import (
-    EVEN,
-    MIXED,
-    MOST_MIXED_ROWS,
-    NARROW,
-    GemmConfig,
-    choose_config,
-    estimated_us,
-)
-from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.config import MOST_MIXED_ROWS, GemmConfig, choose_config
 from pallas_kernels.primitives.gemm.kernel import gemm
-from pallas_kernels.primitives.gradients import input_gradient, weight_gradients
+from pallas_kernels.primitives.gradients import input_gradient, products_apart, weight_gradients
+from pallas_kernels.primitives.platform import varying_like
 
 Config = GemmConfig | FewRowsConfig
 
 
-def product(
-    x: jax.Array,
-    weights: Sequence[jax.Array],
-    *,
-    config: Config,
-    name: str,
-    epilogue: Epilogue | None = None,
-    bias: jax.Array | Sequence[jax.Array] | None = None,
-    row_scale: jax.Array | None = None,
-    norm: RowNorm | None = None,
-    residual: jax.Array | None = None,
-    row_squares: bool = False,
-    out_dtype: jnp.dtype | None = None,
-) -> tuple[jax.Array, ...]:
-    """Returns the epilogue's results for x's products with the weights, as `gemm` does.
+def product(x: jax.Array, weights: Sequence[jax.Array], *, config: Config, **options: Any) -> tuple[jax.Array, ...]:
+    """Returns the epilogue's results for x's products with the weights.
 
-    x: (rows, features); weights: (features, outputs) each, of one 16-bit dtype. norm: of x's rows, in the same launch;
-    only with a configuration of few rows, and without row_scale. The other arguments are those of `gemm`.
+    x: (rows, features); weights: (features, outputs) each, of one 16-bit dtype. options: those of `few_rows_product` or
+    of `gemm`, by the kind of the configuration.
     """
-    options = {"epilogue": epilogue, "bias": bias, "row_scale": row_scale, "residual": residual}
-    options |= {"row_squares": row_squares, "out_dtype": out_dtype, "config": config, "name": name}
     if isinstance(config, FewRowsConfig):
-        return few_rows_product(x, weights, norm=norm, **options)
-    if norm is not None:
-        raise ValueError(f"{name}: only a product of few rows has a norm in it.")
-    return gemm([x], weights, **options)
+        return few_rows_product(x, weights, config=config, **options)
+    return gemm([x], weights, config=config, **options)
 
 
 def product_gradients(
-    x: jax.Array, weights: Sequence[jax.Array], cotangents: Sequence[jax.Array], row_scale: jax.Array | None
-) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None]:
-    """Returns the gradients of x, of the weights and of row_scale, or None without one.
-
-    x: (rows, features), multiplied by row_scale (rows,) before the products. cotangents: (rows, outputs), of each
-    product.
-    """
-    # Float32 if the factors' gradient is summed from it.
-    dtype = None if row_scale is None else jnp.dtype(jnp.float32)
-    scaled = scaled_rows(x, row_scale)
+    x: jax.Array, weights: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Returns the gradients of x (rows, features) and of the weights. cotangents: (rows, outputs), of each product."""
     if len(weights) == 1:
         (w,), (d,) = weights, cotangents
-        dscaled, dweights = jnp.matmul(d, w.T, preferred_element_type=dtype), (scaled.T @ d,)
-    else:
-        dweights = weight_gradients(scaled, cotangents)
-        dscaled = input_gradient(cotangents, weights, dtype=dtype)
-    if row_scale is None:
-        return dscaled, dweights, None
-    dx = (dscaled * row_scale[:, None]).astype(x.dtype)
-    return dx, dweights, jnp.sum(dscaled * x.astype(jnp.float32), axis=1)
+        return d @ w.T, (x.T @ d,)
+    return input_gradient(cotangents, weights), weight_gradients(x, cotangents)
+
+
+def bias_gradient(bias: jax.Array | None, dy: jax.Array) -> jax.Array | None:
+    """Returns the gradient of a bias (outputs,) of dy's columns, or None without a bias. dy: (rows, outputs)."""
+    if bias is None:
+        return None
+    return varying_like(jnp.sum(dy, axis=0, dtype=jnp.float32).astype(bias.dtype), dy)
+
+
+@jax.custom_vjp
+def products_by_xla(
+    x: jax.Array, weights: tuple[jax.Array, ...], biases: tuple[jax.Array | None, ...]
+) -> tuple[jax.Array, ...]:
+    """Returns x's product with each weight plus its bias, (rows, outputs) of x's dtype; differentiable."""
+    # XLA's product adds a bias of its own dtype without a pass over the result.
+    pairs = zip(products_apart(x, weights), biases, strict=True)
+    return tuple(y if bias is None else y + bias.astype(y.dtype) for y, bias in pairs)
+
+
+def _backward(saved, cotangents):
+    x, weights, biases = saved
+    return *product_gradients(x, weights, cotangents), tuple(map(bias_gradient, biases, cotangents))
+
+
+products_by_xla.defvjp(lambda *operands: (products_by_xla(*operands), operands), _backward)
 
 
 def default_config(
@@ -98,39 +77,3 @@ def default_config(
     # Neither mixed widths nor even waves were measured with products that are kept.
     is_mixed = rows <= MOST_MIXED_ROWS and not keeps_products
     return choose_config(rows, outputs, accumulators=products, is_mixed=is_mixed, is_even=not keeps_products)
-
-
-def candidates(rows: int, *, products: int = 1, is_normed: bool = False) -> dict[str, Config]:
-    """Returns the configurations worth measuring, by name."""
-    if rows <= MOST_ROWS:
-        normed = fused_norm_candidates() if is_normed and rows <= MOST_FUSED_NORM_ROWS else {}
-        return {**few_rows_candidates(), **normed}
-    found: dict[str, Config] = {
-        "128x256": GemmConfig(),
-        f"128x({'+'.join(map(str, MIXED[products].passes))})": MIXED[products],
-        "128x256 cluster m": GemmConfig(cluster=2),
-        "128x256 cluster m, even waves": EVEN,
-    }
-    if products == 1:
-        found["128x128"] = NARROW
-    return found
-
-
-def estimate(
-    rows: int,
-    outputs: int,
-    features: int,
-    *,
-    products: int = 1,
-    read_bytes: int = 0,
-    out_bytes: int = 2,
-    is_fused: bool = False,
-) -> tuple[float, float]:
-    """Returns the estimated times of the kernel of many rows and of XLA, in microseconds.
-
-    read_bytes, out_bytes: of one value of what the epilogue reads, and of the result. is_fused: whether XLA's product
-    writes the result.
-    """
-    config = choose_config(rows, outputs, accumulators=products, is_mixed=rows <= MOST_MIXED_ROWS, is_even=True)
-    bytes_of = {"read_bytes": rows * outputs * read_bytes, "written_bytes": rows * outputs * out_bytes}
-    return estimated_us(rows, outputs, features, config, products=products, **bytes_of, is_fused=is_fused)

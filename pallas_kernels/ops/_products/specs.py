@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.ops._products.norm import as_rows, can_fuse_norm, prologue, row_norm
+from pallas_kernels.ops._products.norm import as_rows
 from pallas_kernels.spec_builders import arg_spec, call_name
 from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill
 
@@ -96,14 +96,6 @@ def with_norm(arguments: Mapping[str, Any]) -> dict[str, Any]:
     rounds = arguments.pop("norm_rounds", False)
     norm = None if kind is None else Norm(scale, bias, kind, mean_square=mean_square, rounds_before_scale=rounds)
     return arguments if norm is None else {**arguments, "norm": norm}
-
-
-def normed(x: jax.Array, norm: Norm | None, config: Any) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns the rows for a product's kernel, and its keywords for a fused norm or the rows' factors."""
-    if norm is not None and can_fuse_norm(config, norm, x):
-        return as_rows(x), {"norm": row_norm(norm)}
-    rows, row_scale = prologue(norm, as_rows(x))
-    return rows, {"row_scale": row_scale}
 
 
 def rows_of(arguments: Arguments) -> int:

@@ -16,7 +16,7 @@ and one ex2, with the *same* rounded shift throughout a row: the shift's roundin
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -174,11 +174,12 @@ class Terms:
         )
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Slope:
     """Gradients: factor * exp(logit - maximum) - everywhere - (at the label) at_label."""
 
-    exponential: Exponential
+    exponential: Exponential = field(metadata={"static": True})
     shift: jax.Array
     factor: jax.Array
     everywhere: jax.Array | None

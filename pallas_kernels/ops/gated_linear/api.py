@@ -11,8 +11,9 @@ from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_bias, check_operands, check_weight, vector_unsupported
 from pallas_kernels.ops._products.norm import after_norm, as_rows, check_norm, is_fusable, norm_unsupported
-from pallas_kernels.ops.gated_linear.config import preferred, tuned_config, tuned_key
-from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_forward, gated_linear_mosaic
+from pallas_kernels.ops._products.product import default_config
+from pallas_kernels.ops.gated_linear.config import is_preferred
+from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_apart, gated_linear_forward
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
@@ -65,9 +66,8 @@ def gated_linear(
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features and outputs must
             be multiples of 64, with at least 128 outputs, and with a norm at least 128 features.
             "xla": always runs.
-            None: the entry of the GPU's tuned table (`pallas_kernels.tuning`). Without an entry, "mosaic" for up to 64
-            rows with at least 2688 outputs, and for more if it is estimated to be faster. "xla" otherwise, and if
-            "mosaic" cannot run.
+            None: "mosaic" for up to 64 rows with at least 2688 outputs, and for more if it is estimated to be faster.
+            "xla" otherwise, and if "mosaic" cannot run.
 
     Returns:
         y, (..., outputs), of x's dtype.
@@ -89,14 +89,17 @@ def gated_linear(
         check_bias("gated_linear", bias, w_gate.shape[1], name=name)
     check_norm("gated_linear", norm, x)
     support = {"mosaic": partial(mosaic_unsupported, x, w_gate, w_up, biases, norm), "xla": lambda: None}
-    chosen = choose("gated_linear", implementation, support, preferred=lambda: preferred(x, w_gate, activation))
+    rows = as_rows(x)
+    sizes = rows.shape[0], w_gate.shape[1], w_gate.shape[0]
+    preferred = lambda: ("mosaic",) if is_preferred(*sizes) else ()  # noqa: E731
+    chosen = choose("gated_linear", implementation, support, preferred=preferred)
     if chosen == "xla" or x.size == 0 or w_gate.size == 0:
         given = {"bias_gate": biases[0], "bias_up": biases[1], "norm": norm}
         return gated_linear_reference(x, w_gate, w_up, activation=activation, **given)
-    rows, norm, *operands = varying_alike((as_rows(x), norm, w_gate, w_up, biases))
-    config = tuned_config(tuned_key(rows, w_gate, activation), rows.shape[0], is_normed=is_fusable(norm, rows))
+    rows, norm, *operands = varying_alike((rows, norm, w_gate, w_up, biases))
+    config = default_config(*sizes, products=2, is_normed=is_fusable(norm, rows))
     forward = partial(gated_linear_forward, activation=function, config=config)
-    y = after_norm(partial(gated_linear_mosaic, function), forward, config, norm, rows, *operands)
+    y = after_norm(partial(gated_linear_apart, function), forward, config, norm, rows, *operands)
     return y.reshape(*x.shape[:-1], w_gate.shape[1])
 
 

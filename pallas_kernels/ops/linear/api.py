@@ -130,9 +130,11 @@ def apply_linear(
     check_norm(operation, norm, x)
     support = {
         "mosaic": partial(mosaic_unsupported, x, w, bias, dtype, norm),
-        "triton": partial(triton_unsupported, x, dtype, norm),
+        "triton": partial(triton_unsupported, x, dtype),
         "xla": lambda: None,
     }
+    if norm is not None:
+        del support["triton"]
     preference = partial(preference, x, w, bias, activation, residual, dtype)
     chosen = choose(operation, implementation, support, preferred=lambda: preference()[0])
 
@@ -146,9 +148,8 @@ def apply_linear(
     if chosen == "triton":
         from pallas_kernels.ops.linear.triton import linear_triton  # imports Triton
 
-        rows, norm, *others = operands
-        epsilon, scale = (0.0, None) if norm is None else (norm.epsilon, norm.scale)
-        y: jax.Array = linear_triton(activation, epsilon, rows, others[0], scale, *others[1:])  # pyright: ignore
+        rows, _, *others = operands
+        y: jax.Array = linear_triton(activation, rows, *others)  # pyright: ignore
         return y.reshape(*x.shape[:-1], w.shape[1])
 
     def kernel(rows, norm, w, bias, residual):
@@ -156,8 +157,8 @@ def apply_linear(
         known = tuned_key(rows, w, bias, activation, residual, dtype)
         config = tuned_config(known, rows.shape[0], is_normed=is_fusable(norm, rows))
 
-        def forward(*operands, norm):
-            return linear_forward(*operands, norm=norm, activation=function, out_dtype=dtype, config=config)[0]
+        def forward(*operands, **before):
+            return linear_forward(*operands, **before, activation=function, out_dtype=dtype, config=config)[0]
 
         return after_norm(partial(linear_mosaic, function, dtype), forward, config, norm, rows, w, bias, residual)
 
@@ -173,11 +174,8 @@ def mosaic_unsupported(
     return operands_unsupported(x, w) or linear_unsupported(x, bias, out_dtype) or norm_unsupported(norm, x)
 
 
-def triton_unsupported(x: jax.Array, out_dtype: jnp.dtype, norm: Norm | None = None) -> str | None:
+def triton_unsupported(x: jax.Array, out_dtype: jnp.dtype) -> str | None:
     """Returns why the Triton kernel cannot take these arguments here, or None if it can."""
-    is_other = norm is not None and (norm.kind != "rms" or norm.scale is None or norm.mean_square is not None)
-    if is_other or (norm is not None and norm.rounds_before_scale):
-        return "the kernel's norm is of kind 'rms', with a scale, rounds once, and computes the mean squares itself"
     if out_dtype != x.dtype:
         return f"the result is {out_dtype.name}, the kernel gives x's {x.dtype.name}"
     return triton_missing(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -10,9 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
-from pallas_kernels.ops._products.product import Config, candidates, default_config, estimate
+from pallas_kernels.ops._products.product import Config, default_config
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS
-from pallas_kernels.primitives.gemm.config import MOST_MIXED_ROWS, GemmConfig, choose_config
+from pallas_kernels.primitives.gemm.config import (
+    EVEN,
+    MIXED,
+    MOST_MIXED_ROWS,
+    NARROW,
+    GemmConfig,
+    choose_config,
+    estimated_us,
+)
 
 FEWEST_FEATURES = 4096
 """The fewest features of plain products; with fewer, nothing has been measured."""
@@ -67,6 +75,19 @@ def tuned_config(known: tuning.Key, rows: int, *, is_normed: bool = False, keeps
     return replace(config, store_slots=1) if keeps_product and isinstance(config, GemmConfig) else config
 
 
+def candidates(rows: int) -> Mapping[str, Config]:
+    """Returns the configurations worth measuring, by name; of few rows only the untuned one is."""
+    if rows <= MOST_ROWS:
+        return {}
+    return {
+        "128x256": GemmConfig(),
+        "128x(256+192)": MIXED[1],
+        "128x256 cluster m": GemmConfig(cluster=2),
+        "128x256 cluster m, even waves": EVEN,
+        "128x128": NARROW,
+    }
+
+
 def is_preferred(
     rows: int, outputs: int, features: int, *, has_activation: bool, residual_bytes: int = 0, out_bytes: int = 2
 ) -> bool:
@@ -84,5 +105,5 @@ def is_preferred(
     if not has_activation and not residual_bytes:
         is_known = rows == MOST_MIXED_ROWS and features >= FEWEST_FEATURES
         return is_known and bool(choose_config(rows, outputs, is_mixed=True).passes)
-    ours, xla = estimate(rows, outputs, features, read_bytes=residual_bytes, out_bytes=out_bytes)
+    ours, xla = estimated_us(rows, outputs, features, read_bytes=residual_bytes, out_bytes=out_bytes)
     return ours < xla

@@ -1,15 +1,13 @@
 """The linear layer as a Triton kernel through jax_triton: for comparison, and for GPUs that Mosaic does not serve.
 
-A block computes a tile of the result, and applies bias, activation and residual to the accumulator. RMSNorm of the
-input becomes a factor of each row of the product, from squares that the main loop sums. The module is imported only
-when requested, since it imports Triton.
+A block computes a tile of the result, and applies bias, activation and residual to the accumulator. The module is
+imported only when requested, since it imports Triton.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,7 @@ import jax_triton  # pyright: ignore[reportMissingImports]
 import triton
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from pallas_kernels.ops._norms.reference import rms_norm_reference
+from pallas_kernels.ops._products.product import bias_gradient, product_gradients
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
 
 
@@ -73,7 +71,6 @@ def activated(x, activation: tl.constexpr):
 def linear_forward(
     x_ptr,
     w_ptr,
-    scale_ptr,
     bias_ptr,
     residual_ptr,
     y_ptr,
@@ -81,9 +78,7 @@ def linear_forward(
     rows: tl.constexpr,
     outputs: tl.constexpr,
     features: tl.constexpr,
-    epsilon: tl.constexpr,
     activation: tl.constexpr,
-    has_norm: tl.constexpr,
     has_bias: tl.constexpr,
     has_residual: tl.constexpr,
     keeps_product: tl.constexpr,
@@ -105,21 +100,13 @@ def linear_forward(
     x_offsets = row.to(tl.int64)[:, None] * features + depth[None, :]
     w_offsets = depth.to(tl.int64)[:, None] * outputs + column[None, :]
     sums = tl.zeros((tile_m, tile_n), tl.float32)
-    squares = tl.zeros((tile_m,), tl.float32)
     for start in range(0, features, tile_k):
         is_inside = depth < features - start
         x = tl.load(x_ptr + x_offsets, mask=is_row[:, None] & is_inside[None, :], other=0.0)
         w = tl.load(w_ptr + w_offsets, mask=is_inside[:, None] & is_column[None, :], other=0.0)
-        if has_norm:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            scale = tl.load(scale_ptr + start + depth, mask=is_inside, other=0.0).to(tl.float32)
-            x = (wide * scale[None, :]).to(x.dtype)
         sums = tl.dot(x, w, sums, input_precision="ieee")
         x_offsets += tile_k
         w_offsets += tile_k * outputs
-    if has_norm:
-        sums *= tl.rsqrt(squares / features + epsilon)[:, None]
     offsets = row.to(tl.int64)[:, None] * outputs + column[None, :]
     is_kept = is_row[:, None] & is_column[None, :]
     if keeps_product:
@@ -135,23 +122,17 @@ def linear_forward(
 def launch(
     x: jax.Array,
     w: jax.Array,
-    scale: jax.Array | None,
     bias: jax.Array | None,
     residual: jax.Array | None,
     *,
     activation: str | None,
-    epsilon: float,
     keeps_product: bool = False,
-    config: TritonConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns y and the product, which is valid only if it is kept. x: (rows, features); the rest as in `linear`.
-
-    scale: (features,), of an RMSNorm of x, or None for no norm.
-    """
+    """Returns y and the product, which is valid only if it is kept. x: (rows, features); the rest as in `linear`."""
     (rows, features), outputs = x.shape, w.shape[1]
-    config = config or default_config(rows, x.dtype)
+    config = default_config(rows, x.dtype)
     # An unused pointer must still be a valid one.
-    operands = (x if operand is None else operand for operand in (scale, bias, residual))
+    operands = (x if operand is None else operand for operand in (bias, residual))
     y, product = jax_triton.triton_call(
         x,
         w,
@@ -162,15 +143,13 @@ def launch(
             jax.ShapeDtypeStruct((rows, outputs) if keeps_product else (1, 1), x.dtype),
         ),
         grid=(-(-rows // config.tile_m) * -(-outputs // config.tile_n),),
-        name="linear_triton" if scale is None else "norm_linear_triton",
+        name="linear_triton",
         num_warps=config.warps,
         num_stages=config.stages,
         rows=rows,
         outputs=outputs,
         features=features,
-        epsilon=epsilon,
         activation=activation or "",
-        has_norm=scale is not None,
         has_bias=bias is not None,
         has_residual=residual is not None,
         keeps_product=keeps_product,
@@ -182,66 +161,29 @@ def launch(
     return y, product
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def linear_triton(
-    activation: str | None,
-    epsilon: float,
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
+    activation: str | None, x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None
 ) -> jax.Array:
-    """Applies the layer to x (rows, features), after an RMSNorm if there is a `scale`. Differentiable."""
-    return launch(x, w, scale, bias, residual, activation=activation, epsilon=epsilon)[0]
+    """Applies the layer to x (rows, features). Differentiable."""
+    return launch(x, w, bias, residual, activation=activation)[0]
 
 
-def _fwd(activation, epsilon, x, w, scale, bias, residual):
+def _fwd(activation, x, w, bias, residual):
     keeps = activation is not None
-    y, product = launch(x, w, scale, bias, residual, activation=activation, epsilon=epsilon, keeps_product=keeps)
-    return y, (x, w, scale, bias, product if keeps else None, residual is not None)
+    y, product = launch(x, w, bias, residual, activation=activation, keeps_product=keeps)
+    return y, (x, w, bias, product if keeps else None, residual is not None)
 
 
-def backward(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    product: jax.Array | None,
-    dy: jax.Array,
-    *,
-    activation: str | None,
-    epsilon: float = 1e-6,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Computes the gradients of x, w, scale and bias, with XLA's products, which are the fastest.
-
-    product: the normalised x times w, needed with an activation.
-    """
-    dbias = None
+def _bwd(activation, saved, dy):
+    """Computes the gradients with XLA's products, which are the fastest."""
+    x, w, bias, product, has_residual = saved
+    dz, dbias = dy, bias_gradient(bias, dy)
     if activation is not None:
-        assert product is not None
-
-        def finish(product, bias):
-            return bias_activation_reference(product, bias, activation=activation)
-
-        dy, dbias = jax.vjp(finish, product, bias)[1](dy)
-    elif bias is not None:
-        dbias = jnp.sum(dy, axis=0, dtype=jnp.float32).astype(bias.dtype)
-    if scale is None:
-        return dy @ w.T, x.T @ dy, None, dbias
-
-    def normalise(x, scale):
-        return cast(jax.Array, rms_norm_reference(x, scale, epsilon=epsilon))
-
-    normed, pullback = jax.vjp(normalise, x, scale)
-    dx, dscale = pullback(dy @ w.T)
-    return dx, normed.T @ dy, dscale, dbias
-
-
-def _bwd(activation, epsilon, saved, dy):
-    x, w, scale, bias, product, has_residual = saved
-    gradients = backward(x, w, scale, bias, product, dy, activation=activation, epsilon=epsilon)
-    return *gradients, dy if has_residual else None
+        finish = partial(bias_activation_reference, activation=activation)
+        dz, dbias = jax.vjp(finish, product, bias)[1](dy)
+    dx, (dw,) = product_gradients(x, [w], [dz])
+    return dx, dw, dbias, dy if has_residual else None
 
 
 linear_triton.defvjp(_fwd, _bwd)

@@ -28,12 +28,9 @@ from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import scale_in_place
 from pallas_kernels.ops.cross_entropy.parts import cross_entropy_of_part, dimensions, loss_from_parts
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.ops.linear_cross_entropy.config import (
-    LossConfig,
     columns_for,
-    default_config,
     is_preferred,
     is_preferred_forward,
-    kept_rows,
 )
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import Statistics, logits_statistics
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu_vjp import gradients
@@ -87,10 +84,10 @@ def linear_cross_entropy(
 
     * Without gradients: one matrix product, and two or three float32 numbers for every 256 logits.
     * With gradients and `reduction` "mean" or "sum": three products, as with logits in memory. The forward pass already
-      knows each token's factor and computes all gradients at once. It keeps the logits of as many tokens as there are
-      features in the memory of w's gradient, and computes those of further tokens twice, which makes four products for
-      them, and for all tokens if w needs no gradient. Another sixth to twelfth of the logits is in memory at a time. If
-      the result is multiplied before it is differentiated (a loss scale), the rounded gradients are multiplied again.
+      knows each token's factor and computes all gradients at once. It keeps the logits in the memory of w's gradient.
+      Where that is too small, with more tokens than features, or not needed, logits are computed twice, which makes
+      four products. Another sixth to twelfth of the logits is in memory at a time. If the result is multiplied before
+      it is differentiated (a loss scale), the rounded gradients are multiplied again.
     * With gradients and "none", or float16, whose loss scale must come before rounding: four products. The forward pass
       keeps three numbers per token; the backward pass computes the logits again, a chunk at a time.
 
@@ -182,7 +179,7 @@ def _kernel(
         flat_labels = jnp.pad(flat_labels, (0, padding), constant_values=IGNORED)
     is_one_hot = options["ignore_index"] is None
     terms = Terms(vocabulary=vocabulary, is_one_hot=is_one_hot, **{**options, "ignore_index": IGNORED})
-    call = Call(terms=terms, reduction=reduction, config=default_config(rows, w.shape[1], w.shape[0]))
+    call = Call(terms=terms, reduction=reduction)
     loss: jax.Array = _loss_mosaic(call, hidden, w, flat_labels)  # pyright: ignore
     return loss[:rows].reshape(labels.shape) if reduction == "none" else loss
 
@@ -201,7 +198,6 @@ class Call:
 
     terms: Terms
     reduction: Reduction
-    config: LossConfig
 
     def weight(self, labels: jax.Array) -> jax.Array:
         """Returns the factor of every loss in the sum."""
@@ -230,9 +226,7 @@ def _loss_mosaic(call: Call, hidden: jax.Array, w: jax.Array, labels: jax.Array)
 
 @partial(jax.jit, static_argnums=0)
 def _loss(call: Call, hidden: jax.Array, w: jax.Array, labels: jax.Array) -> tuple[jax.Array, Statistics]:
-    statistics, _ = logits_statistics(
-        hidden, w, call.labels_in_range(labels), terms=call.terms, kept_rows=0, config=call.config.statistics
-    )
+    statistics, _ = logits_statistics(hidden, w, call.labels_in_range(labels), terms=call.terms)
     return call.result(statistics, labels), statistics
 
 
@@ -244,9 +238,9 @@ def loss_and_gradients(
 
     hidden: (rows, features), whole groups of rows. labels: (rows,) int32.
     """
-    kept = kept_rows(*hidden.shape) if wants_w else 0
+    keeps = wants_w and hidden.shape[0] <= hidden.shape[1]  # in the memory of w's gradient
     statistics, logits = logits_statistics(
-        hidden, w, call.labels_in_range(labels), terms=call.terms, kept_rows=kept, config=call.config.statistics
+        hidden, w, call.labels_in_range(labels), terms=call.terms, keeps_logits=keeps
     )
     slopes = _slopes(call, statistics, labels, call.weight(labels))
     dhidden, dw = gradients(
@@ -255,17 +249,15 @@ def loss_and_gradients(
         slopes,
         logits,
         vocabulary=call.terms.vocabulary,
-        kept_rows=kept,
         wants_hidden=wants_hidden,
         wants_w=wants_w,
-        config=call.config,
     )
     return call.result(statistics, labels), dhidden, dw
 
 
 def _slopes(call: Call, statistics: Statistics, labels: jax.Array, weights: jax.Array) -> RowSlopes:
     token = call.terms.token(labels, jnp.broadcast_to(weights, labels.shape))
-    return RowSlopes.of(statistics.slope(call.terms, token), token.label)
+    return statistics.slope(call.terms, token), token.label
 
 
 def _keeps_gradients(reduction: Reduction, dtype: jnp.dtype) -> bool:
@@ -305,10 +297,8 @@ def _gradients(call, hidden, w, labels, statistics, cotangent, *, wants_hidden, 
         _slopes(call, statistics, labels, weights),
         None,
         vocabulary=call.terms.vocabulary,
-        kept_rows=0,
         wants_hidden=wants_hidden,
         wants_w=wants_w,
-        config=call.config,
     )
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from pallas_kernels.ops.cross_entropy.formula import Exponential, Slope, Terms, Token
 from pallas_kernels.ops.linear_cross_entropy.launch import problem_of, product_kernel
 from pallas_kernels.primitives.exponents import LOG2_E, LOWEST_LOGIT
-from pallas_kernels.primitives.gemm.config import GemmConfig
+from pallas_kernels.primitives.gemm.config import choose_config
 from pallas_kernels.primitives.gemm.operands import padded_vector
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import varying_like
@@ -66,46 +66,37 @@ def logits_statistics(
     labels: jax.Array,
     *,
     terms: Terms,
-    kept_rows: int,
-    config: GemmConfig,
+    keeps_logits: bool = False,
 ) -> tuple[Statistics, jax.Array | None]:
-    """Returns the statistics of hidden @ w, and an array like w with the first `kept_rows` rows of logits, or None.
+    """Returns the statistics of hidden @ w, and an array like w whose first rows are the logits, or None.
 
     hidden: (rows, features), rows and features as the main loop takes them. w: (features, columns), of its dtype, whose
     columns behind the vocabulary of `terms` do not count.
-    labels: (rows,) int32 from 0 to below vocabulary. kept_rows: at most features, and all rows or a multiple of 64.
-    The other rows of that array are not initialised.
+    labels: (rows,) int32 from 0 to below vocabulary. keeps_logits: only with at most as many rows as features. The
+    other rows of that array are not initialised.
     """
     (rows, features), columns, dtype = hidden.shape, w.shape[1], hidden.dtype
-    problem = problem_of(rows, columns, features, dtype, config, stored_bytes=dtype.itemsize if kept_rows else 0)
+    config = choose_config(rows, columns)
+    problem = problem_of(rows, columns, features, dtype, config, stored_bytes=dtype.itemsize if keeps_logits else 0)
     pieces = Pieces.of(problem)
     height = problem.rows
     tiles, block = -(-columns // problem.columns), problem.config.warpgroup_rows
     numbers = 4 if terms.label_smoothing else 3
     out_type = [jax.ShapeDtypeStruct((tiles, height), jnp.float32)] * numbers
-    if kept_rows:
+    if keeps_logits:
         out_type.append(jax.ShapeDtypeStruct(w.shape, dtype))
 
-    def make_store(extras, outputs, buffer, arrived, warpgroup):
+    def make_store(extras, outputs, buffer):
         store = None
-        if kept_rows:
-            kept = outputs[-1].at[pl.ds(0, kept_rows)]
-            store = Store.of_one_result(
-                pieces,
-                extras={},
-                output=kept,
-                buffer=pieces.tiles(buffer, dtype),
-                arrived=arrived,
-                warpgroup=warpgroup,
-            )
+        if keeps_logits:
+            kept = outputs[-1].at[pl.ds(0, rows)]
+            store = Store.of_one_result(pieces, output=kept, buffer=pieces.tiles(buffer, dtype))
         return StatisticsStore(
-            rows=rows,
             vocabulary=terms.vocabulary,
             labels=extras["labels"],
             labelled=extras["labelled"],
             partial=outputs[:numbers],
             store=store,
-            kept_rows=kept_rows,
             block=block,
             width=problem.columns,
         )
@@ -121,11 +112,11 @@ def logits_statistics(
             "labelled": _labelled(labels, height // block, block, tiles, problem.columns),
         },
         out_type=out_type,
-        buffer_dtype=dtype if kept_rows else None,
+        buffer_dtype=dtype if keeps_logits else None,
     )
     outputs = [varying_like(output, hidden, w, labels) for output in outputs]
     statistics = _together(outputs[:numbers], labels, problem.columns)
-    return statistics, outputs[-1] if kept_rows else None
+    return statistics, outputs[-1] if keeps_logits else None
 
 
 def _labelled(labels: jax.Array, blocks: int, block: int, tiles: int, width: int) -> jax.Array:
@@ -153,18 +144,15 @@ def _together(partial: Sequence[jax.Array], labels: jax.Array, width: int) -> St
 class StatisticsStore:
     """The store of a warpgroup's tile of logits: it writes their statistics.
 
-    rows, vocabulary: the shape of the logits. labels: (padded rows,) in device memory. labelled: see `_labelled`.
-    partial: the outputs, (tiles, padded rows) each. store: for the logits of the first `kept_rows`. early: the values
-    that `begin` loads.
+    labels: (padded rows,) in device memory. labelled: see `_labelled`. partial: the outputs, (tiles, padded rows) each.
+    store: for the logits, if they are kept. early: the values that `begin` loads.
     """
 
-    rows: int
     vocabulary: int
     labels: Any
     labelled: Any
     partial: Sequence[Any]
     store: Store | None
-    kept_rows: int
     block: int
     width: int
     early: dict[str, jax.Array] = field(default_factory=dict)
@@ -175,21 +163,12 @@ class StatisticsStore:
 
     def finish(self, products: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
         """Writes the tile's statistics, and its logits if they are kept."""
-        if self.store is None:
-            self._summarise(products[0], row, column)
-            return
-
-        def keep():
-            assert self.store is not None
+        (logits,) = products
+        if self.store is not None:
             # The gradient is computed from the rounded logits, so it needs the sum of their exponentials.
-            rounded = products[0].astype(self.store.outputs[0].dtype).astype(jnp.float32)
-            self.store.finish([rounded], row, column)
-            self._summarise(rounded, row, column)
-
-        if self.kept_rows == self.rows:
-            keep()
-            return
-        lax.cond(row < self.kept_rows, keep, lambda: self._summarise(products[0], row, column))
+            logits = logits.astype(self.store.outputs[0].dtype).astype(jnp.float32)
+            self.store.finish([logits], row, column)
+        self._summarise(logits, row, column)
 
     def _summarise(self, logits: jax.Array, row: jax.Array, column: jax.Array) -> None:
         rows, width = logits.shape

@@ -6,27 +6,25 @@ For each chunk the gradients of its logits, d, (rows, chunk) in the operands' dt
     dw[:, chunk] = hidden.T @ d         # complete at once, since it has all rows
 
 d comes either from logits that the forward pass kept, in one pass over them, or from logits computed again. Kept logits
-lie where dw will: an array of (features, vocabulary) holds the logits of as many rows as there are features, and a
-chunk of it is needed for dw when its logits have become d. So three products suffice, and no array of the logits' size
+lie where dw will: an array of (features, vocabulary) holds them if there are no more rows than features, and a chunk
+of it is needed for dw when its logits have become d. So three products suffice, and no array of the logits' size
 is in memory but dw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.linear_cross_entropy.config import CHUNK_UNIT, LossConfig, chunk_bounds
-from pallas_kernels.ops.linear_cross_entropy.launch import problem_of, product_kernel
+from pallas_kernels.ops.linear_cross_entropy.config import CHUNK_UNIT, chunk_bounds, default_chunk
+from pallas_kernels.ops.linear_cross_entropy.launch import TileStore, problem_of, product_kernel
 from pallas_kernels.ops.linear_cross_entropy.slopes import RowSlopes, chunk_gradients, is_checked
+from pallas_kernels.primitives.gemm.config import choose_config
 from pallas_kernels.primitives.gemm.store import Pieces
 from pallas_kernels.primitives.platform import varying_like
 
@@ -38,51 +36,47 @@ def gradients(
     logits: jax.Array | None,
     *,
     vocabulary: int,
-    kept_rows: int,
     wants_hidden: bool,
     wants_w: bool,
-    config: LossConfig,
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns (dhidden, dw), with None for a gradient that is not wanted.
 
-    hidden, w: as `mosaic_gpu.logits_statistics` takes them. logits: the first `kept_rows` rows, from there. vocabulary:
-    how many columns of w count.
+    hidden, w: as `mosaic_gpu.logits_statistics` takes them. logits: from there, if they were kept. vocabulary: how
+    many columns of w count.
     """
     dhidden, dw = None, logits
-    bounds = chunk_bounds(w.shape[1], config.chunk)
+    chunk = default_chunk(w.shape[1], w.shape[0])
+    bounds = chunk_bounds(w.shape[1], chunk)
     for start, width in bounds:
         first = jnp.full(1, start // CHUNK_UNIT, jnp.int32)
-        d = chunk_gradients(hidden, w, slopes, dw, first, width=width, kept_rows=kept_rows, config=config)
+        d = chunk_gradients(hidden, w, slopes, None if logits is None else dw, first, width=width)
         if start + width > vocabulary:  # exp(0 - lse) may be infinite there, and times the zeros of w no number
             d = d.at[:, vocabulary - start :].set(0)
         if wants_hidden:
-            dhidden = _add_to_hidden(d, w, dhidden, first, config=config, is_only=len(bounds) == 1)
+            dhidden = _add_to_hidden(d, w, dhidden, first, is_only=len(bounds) == 1)
             # Both products of a chunk come before the next chunk; else all chunks would be in memory together.
             d, dhidden = lax.optimization_barrier((d, dhidden))
         if wants_w:
-            dw = _put_into_w(hidden, d, w, dw, first, config=config)
+            dw = _put_into_w(hidden, d, w, dw, first, chunk=chunk)
     return None if dhidden is None else dhidden.astype(hidden.dtype), dw if wants_w else None
 
 
 # Under jit, so that chunks are traced once and, if called eagerly, compiled once.
 
 
-@partial(jax.jit, static_argnames=("config", "is_only"))
-def _add_to_hidden(d, w, dhidden, first, *, config, is_only) -> jax.Array:
+@partial(jax.jit, static_argnames=("is_only",))
+def _add_to_hidden(d, w, dhidden, first, *, is_only) -> jax.Array:
     """Returns dhidden + d @ w[:, chunk].T, (rows, features) float32, or in d's dtype if there is only one chunk."""
     (rows, width), features = d.shape, w.shape[0]
     dtype = d.dtype if is_only else jnp.dtype(jnp.float32)
-    problem = problem_of(rows, features, width, d.dtype, config.hidden, transpose_b=True, stored_bytes=dtype.itemsize)
+    # Small buffers for float32 sums, so that four stages fit.
+    config = replace(choose_config(rows, features), store_columns=32)
+    problem = problem_of(rows, features, width, d.dtype, config, transpose_b=True, stored_bytes=dtype.itemsize)
     is_apart = dhidden is None or is_checked(d, w)
 
-    def make_store(extras, outputs, buffer, arrived, warpgroup):
-        del arrived, warpgroup
-        return TileStore(
-            pieces=Pieces.of(problem),
-            output=outputs[0] if is_apart else extras["sums"],
-            buffer=buffer,
-            adds=not is_apart,
-        )
+    def make_store(extras, outputs, buffer):
+        output = outputs[0] if is_apart else extras["sums"]
+        return TileStore(pieces=Pieces.of(problem), output=output, buffer=buffer, adds=not is_apart)
 
     outputs = product_kernel(
         problem,
@@ -102,35 +96,12 @@ def _add_to_hidden(d, w, dhidden, first, *, config, is_only) -> jax.Array:
     return result if dhidden is None else dhidden + result
 
 
-@dataclass(frozen=True, kw_only=True)
-class TileStore:
-    """Stores tiles, or lets TMA add them to the output; each element is added to once in a launch."""
-
-    pieces: Pieces
-    output: Any
-    buffer: Any
-    adds: bool
-
-    def begin(self, row: jax.Array, column: jax.Array) -> None:
-        """Does nothing before the products."""
-
-    def finish(self, products: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> None:
-        """Stores the tile after its products."""
-        pieces = self.pieces
-        for piece in range(pieces.count):
-            slot, start = piece % pieces.slots, piece * pieces.columns
-            plgpu.wait_smem_to_gmem(pieces.slots - 1, wait_read_only=True)
-            self.buffer[slot] = products[0][:, start : start + pieces.columns].astype(self.buffer.dtype)
-            plgpu.commit_smem()
-            place = self.output.at[pl.ds(row, pieces.rows), pl.ds(column + start, pieces.columns)]
-            plgpu.copy_smem_to_gmem(self.buffer.at[slot], place, reduction_op="add" if self.adds else None)
-
-
-@partial(jax.jit, static_argnames=("config",))
-def _put_into_w(hidden, d, w, dw, first, *, config) -> jax.Array:
+@partial(jax.jit, static_argnames=("chunk",))
+def _put_into_w(hidden, d, w, dw, first, *, chunk) -> jax.Array:
     """Returns dw with hidden.T @ d in the chunk's columns; makes a new array if dw is None."""
     (rows, width), (features, vocabulary) = d.shape, w.shape
-    problem = problem_of(features, width, rows, d.dtype, config.weight, transpose_a=True, stored_bytes=d.dtype.itemsize)
+    config = choose_config(features, chunk)
+    problem = problem_of(features, width, rows, d.dtype, config, transpose_a=True, stored_bytes=d.dtype.itemsize)
     is_new = dw is None
     is_apart = not is_new and is_checked(hidden, d)
     shape = (features, width) if is_apart else (features, vocabulary)
@@ -142,9 +113,8 @@ def _put_into_w(hidden, d, w, dw, first, *, config) -> jax.Array:
         columns = pl.ds(extras["first"][0] * CHUNK_UNIT, width)
         return (outputs[0] if is_new else extras["dw"]).at[:, columns]
 
-    def make_store(extras, outputs, buffer, arrived, warpgroup):
-        del arrived, warpgroup
-        return TileStore(pieces=Pieces.of(problem), output=place(extras, outputs), buffer=buffer, adds=False)
+    def make_store(extras, outputs, buffer):
+        return TileStore(pieces=Pieces.of(problem), output=place(extras, outputs), buffer=buffer)
 
     outputs = product_kernel(
         problem,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pallas_kernels.ops._products.product import estimate
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS
+from pallas_kernels.primitives.gemm.config import estimated_us
 
 FEWEST_ROWS = 512
 """Between `MOST_ROWS` and this many rows, the kernel has not been compared with XLA, but for 77 (23 and 13 µs)."""
@@ -22,5 +22,5 @@ def is_preferred(rows: int, outputs: int, features: int) -> bool:
         return outputs >= FEWEST_OUTPUTS and features >= FEWEST_FEATURES
     if rows <= MOST_ROWS:
         return outputs >= FEWEST_OUTPUTS and features >= FEWEST_FEATURES // 2 and rows > MOST_ROWS // 2
-    ours, xla = estimate(rows, outputs, features, read_bytes=2)
+    ours, xla = estimated_us(rows, outputs, features, read_bytes=2)
     return rows >= FEWEST_ROWS and ours < xla

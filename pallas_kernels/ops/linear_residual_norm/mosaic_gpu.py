@@ -1,7 +1,8 @@
 """The layer on Mosaic GPU: one launch, a small one that adds the row statistics, and the gradient.
 
 Each warpgroup ends with some of a row's columns in registers, and writes the sum of their squares: 4 bytes for 512.
-XLA adds these parts, one per tile, in a fixed order, and fuses the addition with its consumers.
+XLA adds these parts, one per tile, in a fixed order, and fuses the addition with its consumers. Of few rows XLA squares
+the result, which the L2 cache has.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops._products.product import Config, default_config, product
-from pallas_kernels.ops.linear.mosaic_gpu_vjp import linear_backward
+from pallas_kernels.ops.linear.mosaic_gpu import linear_backward
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 
 
 def linear_residual_norm_forward(
@@ -27,8 +29,11 @@ def linear_residual_norm_forward(
     """
     (rows, features), outputs = x.shape, w.shape[1]
     config = config or default_config(rows, outputs, features)
-    options = {"bias": bias, "residual": residual, "row_squares": True}
-    total, squares = product(x, [w], config=config, name="linear_residual_norm", **options)
+    options = {"bias": bias, "residual": residual, "config": config, "name": "linear_residual_norm"}
+    if isinstance(config, FewRowsConfig):
+        (total,) = product(x, [w], **options)
+        return total, jnp.mean(jnp.square(total.astype(jnp.float32)), axis=1)
+    total, squares = product(x, [w], **options, row_squares=True)
     return total, squares * (1.0 / outputs)
 
 
@@ -52,7 +57,7 @@ def _backward(saved, cotangents):
     slope = dmean_square * (2.0 / w.shape[1])
     gradient = dtotal.astype(jnp.float32) + slope[:, None] * total.astype(jnp.float32)
     gradient = gradient.astype(dtotal.dtype)
-    dx, dw, dbias, _ = linear_backward(x, w, bias, None, gradient, activation=None)
+    dx, dw, dbias = linear_backward(x, w, bias, None, gradient, activation=None)
     return dx, dw, dbias, gradient
 
 

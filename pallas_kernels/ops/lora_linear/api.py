@@ -18,6 +18,7 @@ from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
+from pallas_kernels.primitives.gradients import with_backward
 from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -88,8 +89,8 @@ def lora_linear(
     if chosen == "xla" or x.size == 0 or w.size == 0 or rank == 0:
         return lora_linear_reference(x, w, a, b, alpha=alpha, bias=bias)
     operands = varying_alike((rows, w, a, b, bias))
-    y: jax.Array = _lora_mosaic(alpha, *operands)  # pyright: ignore
-    return y.reshape(*x.shape[:-1], w.shape[1])
+    kernel = with_backward(partial(lora_linear_forward, alpha=alpha), partial(lora_linear_backward, alpha=alpha))
+    return kernel(*operands).reshape(*x.shape[:-1], w.shape[1])
 
 
 def mosaic_unsupported(x: jax.Array, w: jax.Array, rank: int, bias: jax.Array | None) -> str | None:
@@ -106,19 +107,3 @@ def _check(x: jax.Array, w: jax.Array, a: jax.Array, b: jax.Array, bias: jax.Arr
     if b.shape != (a.shape[1], w.shape[1]):
         raise ValueError(f"lora_linear: b must be (rank, outputs), {(a.shape[1], w.shape[1])}, got {b.shape}.")
     check_bias("lora_linear", bias, w.shape[1])
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _lora_mosaic(alpha: float, x, w, a, b, bias) -> jax.Array:
-    return lora_linear_forward(x, w, a, b, bias, alpha=alpha)
-
-
-def _mosaic_fwd(alpha, *operands):
-    return lora_linear_forward(*operands, alpha=alpha), operands
-
-
-def _mosaic_bwd(alpha, operands, dy):
-    return lora_linear_backward(*operands, dy, alpha=alpha)
-
-
-_lora_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

@@ -89,7 +89,7 @@ def _launch(x, w, a, b, bias, *, alpha, config):
         rows=pl.cdiv(rows, config.tile_m), columns=pl.cdiv(outputs, strip), most=target_device().core_count
     )
 
-    def roles(x_ref, w_ref, a_ref, b_ref, extra_refs, y_ref, low_ref, ring_refs, buffers, arrived):
+    def roles(x_ref, w_ref, a_ref, b_ref, extra_refs, y_ref, low_ref, ring_refs, buffers, _):
         ((right_ref, low_right_ref),) = ring_refs["b"]
         ring, buffers = Ring.of(problem, {**ring_refs, "b": [right_ref]}), pieces.tiles(buffers, dtype)
         ready = pl.get_global(plgpu.SemaphoreType.REGULAR((split.rows,)))
@@ -103,8 +103,7 @@ def _launch(x, w, a, b, bias, *, alpha, config):
 
         def consume(warpgroup):
             buffer = buffers.at(warpgroup)
-            options = {"extras": extra_refs, "output": y_ref, "arrived": arrived, "warpgroup": warpgroup}
-            store = Store.of_one_result(pieces, buffer=buffer, **options)
+            store = Store.of_one_result(pieces, output=y_ref, buffer=buffer, extras=extra_refs)
             first_row = warpgroup * config.warpgroup_rows
             consumer = Consumer(problem=problem, ring=ring, stores=[store], first_row=first_row)
             low.for_each_tile(partial(low.compute, first_row, low_ref, buffer.at(0)), consumer.tile)

@@ -36,16 +36,13 @@ def norm_linear(
     mean squares are given (see `Norm`). A norm with its own launch, and "xla", round norm(x) to x's dtype.
 
     Args:
-        x: (..., features), bfloat16 or float16 (float32 with "triton", any floating dtype with "xla"). The leading
-            dimensions are rows.
+        x: (..., features), bfloat16 or float16 (any floating dtype with "xla"). The leading dimensions are rows.
         w: (features, outputs), of x's dtype.
         norm: the norm of x.
         bias, activation, residual, out_dtype: as in `linear`.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; sizes as for `linear`,
             and at least 128 features.
-            "triton": through jax_triton, which the extra `triton` installs, for NVIDIA GPUs. The norm must be "rms",
-            with a scale and without given mean squares; the product's launch computes it. The result has x's dtype.
             "xla": always runs.
             None: "mosaic" if it can run, for few rows where it was measured to be faster, for more than 64 rows if it
                 is estimated to be, and without a residual for 512 rows or more where a gradient is taken through the

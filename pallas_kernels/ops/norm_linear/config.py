@@ -8,9 +8,9 @@ from math import prod
 import jax
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.ops._products.product import estimate
 from pallas_kernels.ops.linear.config import is_preferred as is_linear_preferred
 from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS, MOST_ROWS, choose_few_rows
+from pallas_kernels.primitives.gemm.config import estimated_us
 
 FEWEST_ROWS = 512
 """The fewest rows for which the norm's backward kernel was measured to outweigh a slower product. With gradients, 640
@@ -39,5 +39,5 @@ def is_preferred(rows: int, outputs: int, features: int, *, has_activation: bool
         return choose_few_rows(rows, outputs, features, is_normed=True).fuses_norm
     if rows <= MOST_ROWS:
         return is_linear_preferred(rows, outputs, features, has_activation=has_activation)
-    ours, xla = estimate(rows, outputs, features, is_fused=not has_activation)
+    ours, xla = estimated_us(rows, outputs, features, is_fused=not has_activation)
     return ours < xla

@@ -32,7 +32,6 @@ NORM_LINEAR = OpSpec(
     name="norm_linear",
     function=_FUNCTION,
     reference=as_taken(linear_reference, with_norm),
-    implementations=("mosaic", "triton", "xla"),
     differentiable=_DIFFERENTIABLE,
     batched=("x", "mean_square"),
     arg_specs=(

@@ -14,7 +14,7 @@ from pallas_kernels.arguments import Norm, Rope
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_bias, check_operands, check_weight, vector_unsupported
 from pallas_kernels.ops._products.norm import after_norm, as_rows, check_norm, norm_unsupported
-from pallas_kernels.ops.qkv_projection.config import HeadForm, chosen_config, preferred
+from pallas_kernels.ops.qkv_projection.config import HeadForm, chosen_config
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward, qkv_projection_mosaic
 from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import Operands
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
@@ -98,8 +98,7 @@ def qkv_projection(
             be multiples of 64, at least 128 each. With rope or head norms, heads must have 64, 128 or 256 columns, and
             rope must not be interleaved.
             "xla": always runs.
-            None: the entry of the GPU's tuned table (`pallas_kernels.tuning`). Without an entry, "mosaic" if it can
-            run, else "xla".
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
         (q, k, v), of x's dtype: (..., outputs) each, or (..., heads, head_size) with `head_size`.
@@ -121,8 +120,9 @@ def qkv_projection(
         "mosaic": partial(mosaic_unsupported, x, weights, biases, head_size, norm, rope, (q_norm, k_norm)),
         "xla": lambda: None,
     }
-    order = partial(preferred, x, weights, head_size=head_size, is_rotated=rope is not None)
-    chosen = choose("qkv_projection", implementation, support, preferred=order)
+    # On an H200, 4096 features, 32 and 8 heads of 128, with norm and rotation: 1.22 times as fast as XLA at 8192 rows,
+    # 1.60 at 512, 1.54 at 16. 1024 features, 8 and 2 heads of 128: 1.59 times at 64.
+    chosen = choose("qkv_projection", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0 or any(w.size == 0 for w in weights):
         return qkv_projection_reference(
             x, *weights, bias=biases, head_size=head_size, norm=norm, rope=rope, q_norm=q_norm, k_norm=k_norm
@@ -139,11 +139,11 @@ def qkv_projection(
     )
     config = chosen_config(given.x, weights, form)
 
-    def differentiable(x, row_scale, given, tables):
-        return qkv_projection_mosaic(form, replace(given, x=x, row_scale=row_scale), tables)
+    def differentiable(x, given, tables):
+        return qkv_projection_mosaic(form, replace(given, x=x), tables)
 
-    def forward(x, given, tables, norm):
-        return qkv_projection_forward(form, replace(given, x=x), tables, norm=norm, config=config)[0]
+    def forward(x, given, tables, **before):
+        return qkv_projection_forward(form, replace(given, x=x), tables, **before, config=config)[0]
 
     results = after_norm(differentiable, forward, config, norm, given.x, replace(given, x=None), tables)
     shapes = [(y.shape[1],) if head_size is None else (y.shape[1] // head_size, head_size) for y in results]

@@ -1,14 +1,12 @@
-"""Launch configurations of the projections' kernel: the untuned choice, and the candidates worth measuring."""
+"""Launch configurations of the projections' kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import jax
 
-from pallas_kernels import tuning
 from pallas_kernels.ops._products.product import Config
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import HEAD_SIZES
@@ -44,40 +42,14 @@ class HeadForm:
         return self.epsilons != (None, None)
 
 
-def tuned_key(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool) -> tuning.Key:
-    """Returns the projections' key in the tuned table; reads only shapes and dtypes of the arrays."""
-    query, key, _ = weights
-    return {
-        "rows": tuning.near(prod(x.shape[:-1])),
-        "features": query.shape[0],
-        "queries": query.shape[1],
-        "keys": key.shape[1],
-        "dtype": x.dtype.name,
-        "behind": f"rope of {head_size}" if is_rotated else "nothing",
-    }
-
-
-def preferred(x: jax.Array, weights: Sequence[jax.Array], *, head_size: int | None, is_rotated: bool) -> Sequence[str]:
-    """Returns the implementations to try if the caller requests none: the measured best, else the kernel.
-
-    On an H200, 4096 features, 32 and 8 heads of 128, with norm and rotation: 1.22 times as fast as XLA at 8192 rows,
-    1.60 at 512, 1.54 at 16. 1024 features, 8 and 2 heads of 128: 1.59 times at 64.
-    """
-    known = tuned_key(x, weights, head_size=head_size, is_rotated=is_rotated)
-    return tuning.implementations("qkv_projection", known, untuned=("mosaic",))
-
-
 def chosen_config(x: jax.Array, weights: Sequence[jax.Array], form: HeadForm) -> Config:
-    """Returns the measured best configuration for x (rows, features), else the untuned one."""
+    """Returns the configuration for x (rows, features)."""
     (rows, features), widths = x.shape, [w.shape[1] for w in weights]
-    known = tuned_key(x, weights, head_size=form.size, is_rotated=form.is_rotated)
-    untuned = default_config(rows, widths, features=features, head_size=form.size)
-    found = candidates(rows, head_size=form.size, is_normed=True)
-    return tuning.configuration("qkv_projection", "forward", known, lambda: found, untuned=untuned)
+    return default_config(rows, widths, features=features, head_size=form.size)
 
 
 def default_config(rows: int, widths: Sequence[int], *, features: int, head_size: int | None) -> Config:
-    """Returns the untuned configuration: for few rows the transposed product, if its tiles hold whole heads."""
+    """Returns the configuration: for few rows the transposed product, if its tiles hold whole heads."""
     config = _transposed(head_size)
     if rows > MOST_FEW_ROWS or config is None:
         return gemm_config(rows, widths, head_size=head_size)
@@ -85,7 +57,7 @@ def default_config(rows: int, widths: Sequence[int], *, features: int, head_size
 
 
 def gemm_config(rows: int, widths: Sequence[int], *, head_size: int | None) -> GemmConfig:
-    """Returns the untuned configuration for the kernel that also rotates heads, which must lie whole in a tile.
+    """Returns the configuration for the kernel that also rotates heads, which must lie whole in a tile.
 
     widths: columns of each weight, which has tiles of its own.
     """
@@ -108,19 +80,6 @@ def _split_k(features: int, tiles: int) -> int:
     if features < _SPLIT_FEATURES or device.is_interpreted:  # the interpreter has no stores to another block's memory
         return 1
     return next((splits for splits in (8, 4) if tiles * splits <= _SPLIT_BLOCKS * device.core_count), 1)
-
-
-def candidates(rows: int, *, head_size: int | None, is_normed: bool) -> dict[str, Config]:
-    """Returns the configurations worth measuring, by name. is_normed: whether a norm of x may be in the launch."""
-    if rows > FEW_ROWS:
-        wide = GemmConfig()
-        return {"128x256": wide, "128x256 cluster m": replace(wide, cluster=2), "128x128": NARROW}
-    few = GemmConfig(tile_m=64, tile_n=max(128, head_size or 0), warpgroups=1, stages=16)
-    found: dict[str, Config] = {f"{depth} deep": replace(few, tile_k=depth) for depth in (64, 128)}
-    if config := _transposed(head_size):
-        found["transposed"] = replace(config, fuses_norm=False)
-        found |= {"transposed, norm inside": config} if is_normed else {}
-    return found
 
 
 def _transposed(head_size: int | None) -> FewRowsConfig | None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm, Rope
-from pallas_kernels.ops._products.norm import scaled_rows
 from pallas_kernels.ops._products.product import Config
 from pallas_kernels.ops.qkv_projection.config import HeadForm, chosen_config
 from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import Operands, Tables, heads_of, qkv_projection_backward
@@ -26,8 +26,7 @@ from pallas_kernels.ops.rope.tables import rotating
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
-from pallas_kernels.primitives.few_rows.norm import RowNorm
-from pallas_kernels.primitives.gemm.epilogue import Beside, HeadRotation
+from pallas_kernels.primitives.gemm.epilogue import HeadRotation
 from pallas_kernels.primitives.gemm.kernel import gemm
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -37,22 +36,21 @@ def qkv_projection_forward(
     given: Operands,
     tables: Tables | None = None,
     *,
-    norm: RowNorm | None = None,
     config: Config | None = None,
+    **before: Any,
 ) -> tuple[tuple[jax.Array, ...], Sequence[jax.Array | None]]:
     """Returns query, key and value, and the products of query and key that the backward pass needs.
 
     Results are x @ w for each of the three weights, heads normalised and rotated, (rows, outputs) each. Products have
     their biases; each is None if its heads are not normalised.
 
-    tables: cosines and sines, with a `form` that rotates. norm: of x's rows, in the product's launch; with a
-    configuration of few rows, without row_scale.
+    tables: cosines and sines, with a `form` that rotates. before: see `before_product`.
     """
     config = config or chosen_config(given.x, given.weights, form)
     by_column = tables is not None and tables[0].shape[1] == form.size
     if form.size is None or not (form.is_normed or (by_column and isinstance(config, FewRowsConfig))):
-        return _projected(form, given, tables, norm, config), (None, None)
-    products = _projected(HeadForm(size=form.size), given, None, norm, config)
+        return _projected(form, given, tables, config, **before), (None, None)
+    products = _projected(HeadForm(size=form.size), given, None, config, **before)
     heads = launch_heads(heads_of(form, given, products), tables, size=form.size, is_backward=False, name="qkv_heads")
     kept = [None if epsilon is None else each for each, epsilon in zip(products, form.epsilons, strict=False)]
     return tuple(each.array for each in heads), kept
@@ -83,7 +81,7 @@ def _reference(form, given, tables):
     ]
     x, pairs = given.x, zip(given.biases, given.weights, strict=True)
     results = qkv_projection_reference(
-        scaled_rows(x, given.row_scale),
+        x,
         *given.weights,
         bias=[jnp.zeros(w.shape[1], x.dtype) if b is None else b for b, w in pairs],
         head_size=form.size,
@@ -95,7 +93,7 @@ def _reference(form, given, tables):
 
 
 def _projected(
-    form: HeadForm, given: Operands, tables: Tables | None, norm: RowNorm | None, config: Config
+    form: HeadForm, given: Operands, tables: Tables | None, config: Config, **before: Any
 ) -> tuple[jax.Array, ...]:
     """Returns the products with their biases, heads rotated if there are tables."""
     size = 0 if form.size is None else form.size
@@ -104,15 +102,12 @@ def _projected(
             given.x,
             given.weights,
             bias=_joined_biases(given, config.columns),
-            row_scale=given.row_scale,
-            norm=norm,
+            **before,
             rotation=None if tables is None else Rotation(size=size, cos=tables[0], sin=tables[1]),
             is_concatenated=True,
             config=config,
             name="qkv_projection",
         )
-    if norm is not None:
-        raise ValueError("qkv_projection_forward: only a product of few rows has a norm in it.")
     rotations: list[HeadRotation | None] = [None] * 3
     if tables is not None:
         shape = {"size": size, "angles": tables[0].shape[1]}
@@ -120,9 +115,10 @@ def _projected(
     return gemm(
         [given.x],
         given.weights,
-        beside=[Beside(rotation=own, bias=bias) for own, bias in zip(rotations, given.biases, strict=True)],
+        rotations=rotations,
+        bias=given.biases,
         angles=tables,
-        row_scale=given.row_scale,
+        **before,
         config=config,
         name="qkv_projection",
     )

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.ops._products.product import product_gradients
+from pallas_kernels.ops._products.product import bias_gradient, product_gradients
 from pallas_kernels.ops.qkv_projection.config import HeadForm
 from pallas_kernels.ops.rope.heads import HeadArray, launch_heads
 
@@ -21,13 +20,12 @@ Tables = tuple[jax.Array, jax.Array]
 class Operands:
     """The arrays of a call, or their gradients; without the tables, whose gradients are XLA's.
 
-    x: (rows, features), weights: (features, outputs) each, all of one 16-bit dtype. row_scale: (rows,) float32, the
-    factors of x's rows. biases: (outputs,) each. head_scales: of the norms of query and key heads, (head size,) each.
+    x: (rows, features), weights: (features, outputs) each, all of one 16-bit dtype. biases: (outputs,) each.
+    head_scales: of the norms of query and key heads, (head size,) each.
     """
 
     x: jax.Array
     weights: tuple[jax.Array, ...]
-    row_scale: jax.Array | None = None
     biases: tuple[jax.Array | None, ...] = (None, None, None)
     head_scales: tuple[jax.Array | None, ...] = (None, None)
 
@@ -75,25 +73,17 @@ def qkv_projection_backward(
     """Returns the gradients. products: those that `qkv_projection_forward` returned; cotangents: (rows, outputs)."""
     dproducts, dscales = tuple(cotangents), (None, None)
     if form.size is None or not (form.is_normed or form.is_rotated):
-        sums = [
-            None if bias is None else jnp.sum(d, axis=0, dtype=jnp.float32)
-            for d, bias in zip(cotangents, given.biases, strict=True)
-        ]
+        dbiases = tuple(map(bias_gradient, given.biases, cotangents))
     else:
         heads = heads_of(form, given, cotangents, products, has_biases=True)
         is_rope = not form.is_normed and not any(each.has_bias for each in heads)
         name = "rope" if is_rope else "qkv_heads_gradient"
         results = launch_heads(heads, tables, size=form.size, is_backward=True, name=name)
-        dproducts, sums = tuple(each.array for each in results), [each.bias for each in results]
-        dscales = [each.scale for each in results[:2]]
-    dx, dweights, drow_scale = product_gradients(given.x, given.weights, dproducts, given.row_scale)
-    return Operands(
-        x=dx,
-        weights=dweights,
-        row_scale=drow_scale,
-        biases=_cast_like(given.biases, sums),
-        head_scales=_cast_like(given.head_scales, dscales),
-    )
+        dproducts = tuple(each.array for each in results)
+        dbiases = _cast_like(given.biases, [each.bias for each in results])
+        dscales = _cast_like(given.head_scales, [each.scale for each in results[:2]])
+    dx, dweights = product_gradients(given.x, given.weights, dproducts)
+    return Operands(x=dx, weights=dweights, biases=dbiases, head_scales=dscales)
 
 
 def _cast_like(arrays, sums):

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from pallas_kernels.arguments import Norm, Rope
-from pallas_kernels.ops._products.norm import is_fusable
 from pallas_kernels.ops._products.specs import (
     NORM_ARRAYS,
     norm_arguments,
-    normed,
     product_call,
     product_flops,
     result_bytes,
-    rows_of,
     weight,
     with_norm,
 )
 from pallas_kernels.ops.qkv_projection.api import qkv_projection
-from pallas_kernels.ops.qkv_projection.config import HeadForm, candidates, tuned_key
-from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward
-from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import Operands
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
-from pallas_kernels.ops.rope.angles import angle_tables
-from pallas_kernels.spec_builders import as_taken, both_passes, traffic, variants
+from pallas_kernels.spec_builders import as_taken, both_passes, traffic
 from pallas_kernels.specs import Arguments, ArraySpec, OpSpec
 
 _WEIGHTS = ("w_q", "w_k", "w_v")
@@ -72,50 +64,6 @@ def _as_called(arguments: Arguments) -> dict[str, Any]:
     return called if bias[0] is None else {**called, "bias": bias}
 
 
-def _form(called: Mapping[str, Any]) -> HeadForm:
-    rope, norms = called.get("rope"), (called.get("q_norm"), called.get("k_norm"))
-    return HeadForm(
-        size=called["head_size"],
-        is_rotated=rope is not None,
-        epsilons=tuple(None if norm is None else norm.epsilon for norm in norms),
-        rounds=tuple(norm is not None and norm.rounds_before_scale for norm in norms),
-    )
-
-
-def _configs(arguments: Arguments):
-    called = _as_called(arguments)
-    is_normed = is_fusable(called.get("norm"), called["x"])
-    return candidates(rows_of(arguments), head_size=called["head_size"], is_normed=is_normed)
-
-
-def _forward(*, config, **arguments):
-    called = _as_called(arguments)
-    x, rope = called["x"], called.get("rope")
-    rows, options = normed(x, called.get("norm"), config)
-    tables = None
-    if rope is not None:
-        tables = (
-            angle_tables(rope.positions.reshape(-1), called["head_size"], rope.theta)
-            if rope.cos is None
-            else tuple(table.reshape(-1, called["head_size"]) for table in (rope.cos, rope.sin))
-        )
-    given = Operands(
-        x=rows,
-        weights=tuple(called[name] for name in _WEIGHTS),
-        row_scale=options.pop("row_scale", None),
-        biases=tuple(called.get("bias", (None,) * 3)),
-        head_scales=tuple(arguments.get(name) for name in _SCALES),
-    )
-    results, _ = qkv_projection_forward(_form(called), given, tables, **options, config=config)
-    return tuple(y.reshape(*x.shape[:-1], -1, called["head_size"]) for y in results)
-
-
-def _tuned_key(arguments: Arguments):
-    weights = [arguments[name] for name in _WEIGHTS]
-    is_rotated = any(arguments.get(name) is not None for name in ("positions", "cos"))
-    return tuned_key(arguments["x"], weights, head_size=arguments["head_size"], is_rotated=is_rotated)
-
-
 _DIFFERENTIABLE = ("x", *_WEIGHTS, *NORM_ARRAYS, *_BIASES, *_SCALES)
 _FUNCTION = as_taken(qkv_projection, _as_called)
 _RESULTS = {name: result_bytes(weight) for name, weight in zip("qkv", _WEIGHTS, strict=True)}
@@ -155,7 +103,5 @@ QKV_PROJECTION = OpSpec(
     forward_traffic=traffic(read=("x", *_WEIGHTS), written="qkv", **_RESULTS),
     backward_traffic=traffic(read=("x", *_WEIGHTS, *"qkv"), written=("x", *_WEIGHTS), **_RESULTS),
     backward=both_passes(_FUNCTION, *_DIFFERENTIABLE),
-    variants=variants((_forward, _configs)),
-    tuned_key=_tuned_key,
     flops=partial(product_flops, weights=_WEIGHTS),
 )

@@ -20,14 +20,13 @@ from pallas_kernels.ops._products.checks import (
 from pallas_kernels.ops._products.norm import as_rows
 from pallas_kernels.ops.quantized_linear.config import MOST_DIFFERENTIATED_ROWS, is_preferred
 from pallas_kernels.ops.quantized_linear.mosaic_gpu import quantized_linear_forward
-from pallas_kernels.ops.quantized_linear.mosaic_gpu_vjp import quantized_linear_backward
 from pallas_kernels.ops.quantized_linear.reference import quantized_linear_reference
 from pallas_kernels.ops.quantized_linear.weight import DTYPES as WEIGHT_DTYPES
 from pallas_kernels.ops.quantized_linear.weight import GROUP_SIZES, QuantizedWeight
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS
-from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES
+from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES, FEWEST_OUTPUTS
 from pallas_kernels.primitives.integers import SPAN, is_packed_dtype
 from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
@@ -69,7 +68,8 @@ def quantized_linear(
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`, which reads the
             weights once and widens them in registers. Features must be a multiple of 128 (256 with int4), outputs a
-            multiple of 64. The result must have x's dtype or float32. With scales for groups, at most 64 rows.
+            multiple of 64, and at least 128 for more than 64 rows. The result must have x's dtype or float32. With
+            scales for groups, at most 64 rows.
             "xla": always runs.
             None: "mosaic" for up to 8192 rows with at least 1024 features (512 for up to 64 rows) and outputs if it can
                 run, else "xla". Also "xla" where a gradient is taken with an activation or more than 1024 rows.
@@ -122,10 +122,11 @@ def mosaic_unsupported(x: jax.Array, w: QuantizedWeight, bias: jax.Array | None,
         return f"x is {x.dtype.name}, the kernel takes {', '.join(DTYPES)}"
     if rows > MOST_ROWS and w.scales.shape[0] > 1:
         return f"x has {rows} rows, the kernel takes at most {MOST_ROWS} where scales are of groups of features"
-    if features % line or outputs % COLUMNS:
+    fewest = COLUMNS if rows <= MOST_ROWS else FEWEST_OUTPUTS
+    if features % line or outputs % COLUMNS or outputs < fewest:
         return (
             f"w is {features} by {outputs} of {w.bits} bits; the kernel takes multiples of {line} features and of "
-            f"{COLUMNS} outputs"
+            f"{COLUMNS} outputs, and at least {fewest} outputs for {rows} rows"
         )
     return linear_unsupported(x, bias, out_dtype)
 
@@ -175,8 +176,13 @@ def _mosaic_fwd(activation, out_dtype, x, w, bias, residual):
 
 @usual_promotion
 def _mosaic_bwd(activation, out_dtype, saved, dy):
+    """Computes the gradients by XLA, and the product again if the activation needs it."""
     x, w, bias, has_residual = saved
-    dx, dbias = quantized_linear_backward(x, w, bias, dy, activation=activation)
+
+    def forward(x, bias):
+        return quantized_linear_reference(x, w, bias=bias, activation=activation, out_dtype=out_dtype)
+
+    dx, dbias = jax.vjp(forward, x, bias)[1](dy)
     return dx, None, dbias, dy if has_residual else None
 
 

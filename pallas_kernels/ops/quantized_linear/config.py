@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS, FewRowsConfig, choose_few_rows
 from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
-from pallas_kernels.primitives.integers import is_packed_dtype
 from pallas_kernels.primitives.platform import target_device
 
 Config = FewRowsConfig | IntegerGemmConfig
@@ -29,7 +28,7 @@ def default_config(rows: int, outputs: int, features: int, dtype: jnp.dtype) -> 
     """
     bits = jnp.iinfo(dtype).bits
     if rows <= MOST_ROWS:
-        return choose_few_rows(rows, outputs, features, weight_bits=bits, is_packed=is_packed_dtype(dtype))
+        return choose_few_rows(rows, outputs, features, weight_bits=bits)
     if rows > _SHORT:
         return IntegerGemmConfig(rows=_TALL_ROWS, depth=512 // bits)
 

@@ -48,8 +48,6 @@ MOST_FUSED_NORM_ROWS = 16
 """Up to this number of rows, a norm in the launch was measured; with 64, its squares take most of the registers."""
 _FEW_TOKENS = 16
 """Up to this number of rows, x takes little of the shared memory."""
-_FEWEST_TOKENS = 8
-"""Up to this number, the rows are one group of the tensor cores."""
 _SOME_TOKENS = 24
 """Up to this number of rows, x leaves room for tiles of 128 columns."""
 _DEEP = 8192
@@ -62,8 +60,6 @@ _NEARLY = 0.45
 _MOST_STAGES = 64
 ONE_WARPGROUP = FewRowsConfig(columns=GROUP, depth=256, stages=4)
 """For results with nearly enough tiles for all multiprocessors."""
-SPLIT_INTEGERS = FewRowsConfig(columns=GROUP, depth=256, splits=2, stages=4)
-"""For packed integers and results with too few tiles."""
 _NORMED = replace(ONE_WARPGROUP, fuses_norm=True, in_flight=1)
 _NORMED_WIDE = FewRowsConfig(columns=2 * GROUP, warpgroups=2, stages=_MOST_STAGES, fuses_norm=True, in_flight=1)
 
@@ -74,14 +70,13 @@ def choose_few_rows(
     k: int,
     *,
     weight_bits: int = 16,
-    is_packed: bool = False,
     products: int = 1,
     is_normed: bool = False,
 ) -> FewRowsConfig:
     """Chooses the tiling for weights (k, n): the widest tiles that are enough for the multiprocessors.
 
-    is_packed: whether the weights are packed, see `primitives/integers.py`. products: the number of weights.
-    is_normed: whether x's rows are normalised first; the norm is fused where that was measured to be faster.
+    products: the number of weights. is_normed: whether x's rows are normalised first; the norm is fused where that was
+    measured to be faster.
     """
     device = target_device()
     enough = _WORTH * device.core_count
@@ -89,9 +84,7 @@ def choose_few_rows(
     is_nearly = groups >= _NEARLY * device.core_count
     is_deep_enough = 2048 <= k < _DEEP
     if weight_bits < 16:
-        config = _choose_integers(rows, groups, k, weight_bits)
-        is_known = is_packed and _FEWEST_TOKENS < rows <= _FEW_TOKENS and is_deep_enough and is_nearly
-        return SPLIT_INTEGERS if is_known and config.splits == 2 else config
+        return _choose_integers(rows, groups, k, weight_bits)
     is_fused = is_normed and rows <= MOST_FUSED_NORM_ROWS
     if is_fused and products == 1 and is_deep_enough and is_nearly and groups <= 2 * device.core_count:
         return _NORMED if groups <= device.core_count else _NORMED_WIDE
@@ -119,28 +112,3 @@ def _choose_integers(rows: int, groups: int, k: int, bits: int) -> FewRowsConfig
     depth = max(line, 256) if rows <= _SOME_TOKENS else line
     warpgroups = 3 if k > _DEEP and rows <= _SOME_TOKENS else 2
     return FewRowsConfig(columns=GROUP, depth=depth, splits=2, warpgroups=warpgroups, stages=_MOST_STAGES)
-
-
-def candidates() -> dict[str, FewRowsConfig]:
-    """Returns the tilings worth measuring for 16-bit weights, by name."""
-    cuts = (
-        *((128, 64, 1, 1), (128, 64, 1, 2), (64, 128, 1, 2), (64, 128, 1, 4)),
-        *((64, 256, 1, 2), (64, 128, 2, 1), (64, 256, 2, 1)),
-    )
-    found = {
-        f"{columns} columns, {depth} deep, depth shared by {splits}, {warpgroups} warpgroups": FewRowsConfig(
-            columns=columns, depth=depth, splits=splits, warpgroups=warpgroups, stages=_MOST_STAGES
-        )
-        for columns, depth, splits, warpgroups in cuts
-    }
-    found["64 columns, 256 deep, 4 stages"] = ONE_WARPGROUP
-    return found
-
-
-def fused_norm_candidates() -> dict[str, FewRowsConfig]:
-    """Returns the tilings worth measuring with a fused norm, by name."""
-    return {
-        "128 columns, 64 deep, 2 warpgroups, norm inside": _NORMED_WIDE,
-        "64 columns, 128 deep, 2 warpgroups, norm inside": replace(_NORMED_WIDE, columns=GROUP, depth=128, stages=4),
-        "64 columns, 256 deep, norm inside": _NORMED,
-    }

@@ -16,7 +16,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.primitives import compat
 from pallas_kernels.primitives.few_rows.heads import Rotation, rotated
 from pallas_kernels.primitives.few_rows.norm import RowNorm
 from pallas_kernels.primitives.few_rows.problem import Problem
@@ -113,7 +112,6 @@ class Finish:
         of the weights), residual, and the arrays of `rotation` and `norm`. Vectors are padded to whole tiles.
     outputs: one for each of the problem's `widths`, or several for one product.
     rank: the block's number in its cluster. warpgroup: the warpgroup's number in the block.
-    squares: the output for the sums of the first result's squares, a line for every 64 columns, or None.
     results: for each output, (own groups, tokens, 64) in shared memory.
     arriving: for each product of each member of a bundle, and for x's squares, the sums from other warpgroups: (own
         bundles, other warpgroups, 64, tokens) float32 in shared memory.
@@ -129,7 +127,6 @@ class Finish:
     outputs: Sequence[Any]
     rank: jax.Array
     warpgroup: jax.Array
-    squares: Any = None
     results: Sequence[RowTiles] = ()
     arriving: Sequence[Any] = ()
     arrived: Any = None
@@ -189,7 +186,7 @@ class Finish:
         """Returns the block and the warpgroup that finish a bundle of column groups."""
         config = self.problem.config
         # Sums over columns use scratch that the warpgroups of a block share, so one warpgroup finishes a norm.
-        warpgroups = 1 if self.norm is not None or self.squares is not None else config.warpgroups
+        warpgroups = 1 if self.norm is not None else config.warpgroups
         return bundle % config.splits, bundle // config.splits % warpgroups
 
     def _owns(self, bundle: int) -> jax.Array:
@@ -257,10 +254,6 @@ class Finish:
             assert ready[0].angles is not None
             (cosine, sine), end = ready[0].angles, self.problem.spans[-1][0]
             values = [(half,) for half in rotated([half for (half,) in values], cosine, sine, columns[0], end)]
-        if self.squares is not None:
-            for (first, *_), column in zip(values, columns, strict=True):
-                rounded = first.astype(self.outputs[0].dtype).astype(jnp.float32)
-                compat.store(self.squares.at[lax.div(column, GROUP)], jnp.sum(rounded * rounded, axis=0))
         _store(self.problem, self.outputs, values, columns, self.results, slots)
 
     def _epilogue(

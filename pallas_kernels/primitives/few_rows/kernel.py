@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.few_rows.config import FewRowsConfig, choose_few_rows
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.epilogue import Finish, Place, epilogue_types
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.norm import RowNorm, no_squares, scaled
@@ -27,7 +27,7 @@ from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.few_rows.weights import load_weights, multiply_groups, multiply_whole, ring_types
 from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.operands import added_lines, padded_vector, whole_groups
+from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.sharing import without_values
 from pallas_kernels.primitives.transposed import GROUP
@@ -45,15 +45,13 @@ def few_rows_product(
     norm: RowNorm | None = None,
     rotation: Rotation | None = None,
     is_concatenated: bool = False,
-    row_squares: bool = False,
     out_dtype: jnp.dtype | None = None,
-    config: FewRowsConfig | None = None,
+    config: FewRowsConfig,
     name: str = "few_rows_product",
 ) -> tuple[jax.Array, ...]:
     """Returns the epilogue's results, each (rows, N); the first in `out_dtype`, kept products in x's dtype.
 
-    Weights that lie side by side have a result each, (rows, own N). With `row_squares`, the row sums of the rounded
-    result's squares follow: (rows,) float32.
+    Weights that lie side by side have a result each, (rows, own N).
 
     Args:
         x: (rows, K), at most 64 rows, bfloat16 or float16; K a multiple of 64.
@@ -70,7 +68,6 @@ def few_rows_product(
             heads.
         is_concatenated: whether the weights lie side by side. They have x's dtype and any numbers of columns; the bias
             spans all their columns; residual and epilogue must be None.
-        row_squares: whether to return the sums of squares, for a single result.
         out_dtype: the first result's dtype; None: x's.
         config: the tiling; its stages are reduced to those that fit.
         name: the kernel's name, for traces.
@@ -94,8 +91,6 @@ def few_rows_product(
         x = whole_groups(x)
         residual = None if residual is None else whole_groups(residual)
     products = 1 if is_concatenated else len(weights)
-    bits = jnp.iinfo(weights[0].dtype).bits if scales else 16
-    width = sum(widths) if is_concatenated else widths[0]
     problem = Problem.of(
         rows=x.shape[0],
         widths=widths if is_concatenated else widths[:1],
@@ -106,8 +101,7 @@ def few_rows_product(
         products=products,
         out_dtypes=tuple(epilogue.dtypes(products, out_dtype, x.dtype)),
         residual_dtype=None if residual is None else out_dtype,
-        has_squares=row_squares,
-        config=config or choose_few_rows(rows, width, x.shape[1], weight_bits=bits, products=products),
+        config=config,
         head_size=0 if rotation is None else rotation.size,
         is_normed=norm is not None,
         norm_itemsize=0 if norm is None or norm.scale is None else norm.scale.dtype.itemsize,
@@ -126,9 +120,7 @@ def few_rows_product(
     extras = {key: value for key, value in operands.items() if value is not None}
     tiled = {"w": list(weights), "scales": list(scales) if problem.is_grouped else []}
     outputs = _launch(problem, epilogue, without_values(norm), without_values(rotation), x, tiled, extras, name)
-    results = [output[:rows] for output in outputs[: len(outputs) - row_squares]]
-    results += [added_lines(outputs[-1][:, :rows])] if row_squares else []
-    return tuple(varying_like(result, *jax.tree.leaves((x, tiled, extras))) for result in results)
+    return tuple(varying_like(output[:rows], *jax.tree.leaves((x, tiled, extras))) for output in outputs)
 
 
 def _launch(
@@ -145,9 +137,6 @@ def _launch(
     out_type = [
         jax.ShapeDtypeStruct((problem.rows, width), dtype) for width in problem.widths for dtype in problem.out_dtypes
     ]
-    if problem.has_squares:
-        lines = problem.tiles * problem.groups
-        out_type.append(jax.ShapeDtypeStruct((lines, problem.tokens), jnp.float32))
     clusters = problem.tiles
     if config.splits == 1:
         # A persistent block loads the next tile's weights while it still computes.
@@ -194,8 +183,7 @@ def _launch(
             problem=problem,
             epilogue=epilogue,
             extras=extra_refs,
-            outputs=outputs[: len(out_type) - problem.has_squares],
-            squares=outputs[-1] if problem.has_squares else None,
+            outputs=outputs,
             rank=rank,
             warpgroup=warpgroup,
             rotation=rotation,

@@ -31,7 +31,6 @@ class Problem:
     head_size: columns of a head, which are rotated in pairs half a head apart; 0 without rotation.
     is_normed: whether x's rows are normalised; the sums of squares then go with the products of every bundle.
     norm_itemsize: bytes of a value of the norm's scale; 0 without one.
-    has_squares: whether the sums of the first result's squares over every 64 columns are a result, too.
     """
 
     rows: int
@@ -47,7 +46,6 @@ class Problem:
     head_size: int = 0
     is_normed: bool = False
     norm_itemsize: int = 0
-    has_squares: bool = False
 
     @classmethod
     def of(cls, *, config: FewRowsConfig, **sizes) -> Problem:

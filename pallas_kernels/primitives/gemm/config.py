@@ -143,12 +143,12 @@ def estimated_us(
     rows: int,
     outputs: int,
     features: int,
-    config: GemmConfig,
     *,
     products: int = 1,
     read_bytes: int = 0,
-    written_bytes: int,
+    out_bytes: int = 2,
     is_fused: bool = False,
+    is_mixed: bool = True,
 ) -> tuple[float, float]:
     """Estimates the times of products (rows, outputs) on Hopper, by the kernel and by XLA, in microseconds.
 
@@ -156,9 +156,13 @@ def estimated_us(
     bytes, whatever its tiles, and what XLA does not fuse is another pass over the product. The rates were set
     by hand from calls on an H200; `xlafuse bench choice` measures whether they choose the faster one.
 
-    products: how many, each with `outputs` columns. read_bytes, written_bytes: of what the epilogue reads, and of the
-    result. is_fused: whether XLA's product writes the result.
+    products: how many, each with `outputs` columns. read_bytes, out_bytes: of one value of what the epilogue reads, and
+    of the result. is_fused: whether XLA's product writes the result. is_mixed: whether few rows may have tiles of
+    several widths.
     """
+    is_mixed = is_mixed and rows <= MOST_MIXED_ROWS
+    config = choose_config(rows, outputs, accumulators=products, is_mixed=is_mixed, is_even=True)
+    read_bytes, written_bytes = (rows * outputs * each for each in (read_bytes, out_bytes))
     columns, cores, itemsize = outputs * products, target_device().core_count, 2
     operand_bytes, product_bytes = itemsize * features * (rows + columns), itemsize * rows * columns
     waves = -(-_units(config, rows, columns) // cores)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.activations import Activation
-from pallas_kernels.primitives.gemm.operands import padded_vector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,22 +71,6 @@ class HeadRotation:
     def widest_piece(self) -> int:
         """The most columns of a piece, which has only one column of each pair; more would spill."""
         return 32 if self.has_bias else self.size // 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beside:
-    """The epilogue parameters of one of several right operands that lie side by side.
-
-    rotation: of its result's heads, or None.
-    bias: (its columns,), any floating dtype, added before the rotation, or None.
-    """
-
-    rotation: HeadRotation | None = None
-    bias: jax.Array | None = None
-
-    def operands(self, multiple: int) -> dict[str, jax.Array | None]:
-        """Returns the bias in the epilogue's form, padded to a multiple of this number of columns."""
-        return {"bias": padded_vector(self.bias, multiple)}
 
 
 def store_order(rotation: HeadRotation | None, width: int, piece: int) -> list[int]:

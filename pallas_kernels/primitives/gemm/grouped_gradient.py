@@ -80,7 +80,7 @@ class Group:
 
 def _roles(problem: Problem, pieces: Pieces, count: int, rows: int, *refs: Any) -> Roles:
     """Returns the function that `launcher` takes. count: of groups. rows: that x has without its padding."""
-    sizes, x_ref, dy_ref, output, ring_refs, buffer, masked, arrived, (table, is_listed) = refs
+    sizes, x_ref, dy_ref, output, ring_refs, buffer, masked, _, (table, is_listed) = refs
     ring, depth = Ring.of(problem, ring_refs), problem.config.tile_k
     groups = Groups(count=count, rows=rows, tile=depth, sizes=sizes, table=table, is_listed=is_listed)
 
@@ -101,14 +101,8 @@ def _roles(problem: Problem, pieces: Pieces, count: int, rows: int, *refs: Any) 
         pl.when(warpgroup == 0)(groups.list)
 
         def multiply(group, rows: Group, row: jax.Array, column: jax.Array, before: jax.Array) -> None:
-            store = Store.of_one_result(
-                pieces,
-                extras={},
-                output=output.at[group],
-                buffer=pieces.tiles(buffer, output.dtype).at(warpgroup),
-                arrived=arrived,
-                warpgroup=warpgroup,
-            )
+            own = pieces.tiles(buffer, output.dtype).at(warpgroup)
+            store = Store.of_one_result(pieces, output=output.at[group], buffer=own)
             consumer = Consumer(problem=problem, ring=ring, stores=[store], first_row=first_row)
 
             def issue(accumulator, i, stage):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.primitives.gemm.config import FEW_ROWS, GemmConfig
 from pallas_kernels.primitives.gemm.consumer import consume
-from pallas_kernels.primitives.gemm.epilogue import Beside, Epilogue, HeadRotation
+from pallas_kernels.primitives.gemm.epilogue import Epilogue, HeadRotation
 from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
 from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES, added_lines, padded_rows, padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.pipeline import Ring, produce, ring_types
@@ -35,9 +35,9 @@ def gemm(
     *,
     transpose_b: bool = False,
     epilogue: Epilogue | None = None,
-    beside: Sequence[Beside] = (),
+    rotations: Sequence[HeadRotation | None] = (),
     angles: tuple[jax.Array, jax.Array] | None = None,
-    bias: jax.Array | Sequence[jax.Array] | None = None,
+    bias: jax.Array | Sequence[jax.Array | None] | None = None,
     row_scale: jax.Array | None = None,
     residual: jax.Array | None = None,
     row_squares: bool = False,
@@ -52,10 +52,10 @@ def gemm(
         a: the left operand (M, K), or several with `is_along_depth`; bfloat16 or float16. Rows must be multiples of 16
             bytes.
         b: right operands, each (K, N), or (N, K) with `transpose_b`, of the same dtype.
-        beside: parameters for each of `b`, which then lie side by side and have a result each. Needs one left operand,
-            and no epilogue, bias or residual.
+        rotations: of the heads of each of `b`'s results, or None. If they are given, the right operands lie side by
+            side and have a result each. Needs one left operand, and no epilogue or residual.
         angles: cosines and sines, (M, a head's columns or half of them) float32 each, if heads are rotated.
-        bias: (N,), any floating dtype; of several products one each.
+        bias: (N,), any floating dtype; of several products one each. Of operands side by side each may be None.
         row_scale: (M,) float32; multiplies the rows of every product.
         residual: (M, N) of out_dtype; added to the first result.
         row_squares: whether to return the row sums of the first rounded result's squares, too: (M,) float32, last.
@@ -66,14 +66,14 @@ def gemm(
         name: the kernel's name, for traces.
 
     Raises:
-        ValueError: `beside` is combined with arguments that it does not allow.
+        ValueError: `rotations` are combined with arguments that they do not allow.
     """
     epilogue = epilogue or Epilogue()
-    if beside and (len(a) > 1 or len(beside) != len(b) or bias is not None or residual is not None):
-        raise ValueError("gemm: right operands beside each other take one left one, no common bias and no residual.")
+    if rotations and (len(a) > 1 or len(rotations) != len(b) or epilogue != Epilogue() or residual is not None):
+        raise ValueError("gemm: right operands beside each other take one left one, no epilogue and no residual.")
     b = [array if transpose_b else whole_groups(array) for array in b]
     dtype = a[0].dtype
-    accumulators = 1 if beside or is_along_depth else len(b)
+    accumulators = 1 if rotations or is_along_depth else len(b)
     dtypes = epilogue.dtypes(accumulators, jnp.dtype(out_dtype or dtype), dtype)
     m, k = a[0].shape
     widths = tuple(array.shape[0 if transpose_b else 1] for array in b)
@@ -83,7 +83,7 @@ def gemm(
     depths = tuple(array.shape[1] for array in a) if is_along_depth else ()
     problem = Problem(
         m=m,
-        widths=widths if beside else widths[:1],
+        widths=widths if rotations else widths[:1],
         k=sum(depths) or k,
         dtype=dtype,
         config=config,
@@ -95,9 +95,9 @@ def gemm(
     common = {"scale": padded_vector(row_scale, config.tile_m), "cosine": cosine, "sine": sine, "residual": residual}
     columns = sum(problem.strip)
     biases = jax.tree.map(lambda vector: padded_vector(vector, columns), bias)
-    own = [part.operands(columns) for part in beside] or [{"bias": biases}]
-    extras = [_given({**common, **part}) for part in own]
-    rotations = [part.rotation for part in beside] or [None]
+    own = (biases or [None] * len(b)) if rotations else [biases]
+    extras = [_given({**common, "bias": each}) for each in own]
+    rotations = rotations or [None]
     pieces = Pieces.of(problem, most_columns=_most_columns(problem, rotations, dtypes))
     out_type = [jax.ShapeDtypeStruct((m, width), dtype) for width in problem.widths for dtype in dtypes]
     if row_squares:

@@ -77,7 +77,7 @@ class Store:
     extras: the operands given, in device memory: bias (of each product) and scale (vectors padded to whole tiles),
         residual, cosine and sine (rows, a head's columns or half of them).
     buffers: (slots, rows, columns) in shared memory, for each result; see `Pieces.tiles`.
-    arrived: barriers for the residual's pieces, of all warpgroups.
+    arrived: barriers for the residual's pieces, of all warpgroups; needed with a residual.
     first_barrier: this warpgroup's first barrier among them.
     rotation: of heads, or None. Only with a single result, without activation and residual.
     squares: the output for the sums, over a tile's columns, of the first rounded result's squares; see
@@ -91,8 +91,8 @@ class Store:
     extras: Mapping[str, Any]
     outputs: Sequence[Any]
     buffers: Sequence[RowTiles]
-    arrived: Any
-    first_barrier: jax.Array
+    arrived: Any = None
+    first_barrier: Any = None
     rotation: HeadRotation | None = None
     squares: Any = None
     line: Callable[[jax.Array], jax.Array] | None = None
@@ -100,25 +100,10 @@ class Store:
 
     @classmethod
     def of_one_result(
-        cls,
-        pieces: Pieces,
-        *,
-        extras: Mapping[str, Any],
-        output: Any,
-        buffer: RowTiles,
-        arrived: Any,
-        warpgroup: jax.Array,
+        cls, pieces: Pieces, *, output: Any, buffer: RowTiles, extras: Mapping[str, Any] | None = None
     ) -> Store:
-        """Returns the store of a product with one result and no epilogue but the extras. buffer: this warpgroup's."""
-        return cls(
-            pieces=pieces,
-            epilogue=Epilogue(),
-            extras=extras,
-            outputs=[output],
-            buffers=[buffer],
-            arrived=arrived,
-            first_barrier=warpgroup * pieces.slots,
-        )
+        """Returns the store of a product with one result. extras: a bias, if there is one. buffer: this warpgroup's."""
+        return cls(pieces=pieces, epilogue=Epilogue(), extras=extras or {}, outputs=[output], buffers=[buffer])
 
     def narrowed(self, columns: int) -> Store:
         """Returns the store for tiles with this number of columns."""

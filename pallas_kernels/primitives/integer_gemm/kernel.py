@@ -47,8 +47,8 @@ def integer_gemm(
 
     Args:
         x: (M, K), bfloat16 or float16; K a multiple of 64.
-        values: (N, K), int8, int4, or packed uint8 (`primitives/integers.py`); N a multiple of 64, K of 128, or of 256
-            with int4.
+        values: (N, K), int8, int4, or packed uint8 (`primitives/integers.py`); N a multiple of 64 and at least 128, K a
+            multiple of 128, or of 256 with int4.
         scales: (N,) float32.
         bias: (N,), any floating dtype of at most 32 bits.
         residual: (M, N) of out_dtype.

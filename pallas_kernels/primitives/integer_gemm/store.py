@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -45,14 +44,6 @@ class Store:
 
     def finish(self, product: jax.Array, vectors: Mapping[str, jax.Array], row: jax.Array, column: jax.Array) -> None:
         """Computes and stores the results of the tile at (row, column)."""
-        if self.problem.n > GROUP:
-            self._finish(product, vectors, row, column)
-        else:
-            # TMA does not store columns after the last. But with a single group of columns Mosaic GPU drops the column
-            # index, and a later tile would overwrite the first.
-            pl.when(column == 0)(partial(self._finish, product, vectors, row, column))
-
-    def _finish(self, product: jax.Array, vectors: Mapping[str, jax.Array], row: jax.Array, column: jax.Array) -> None:
         config = self.problem.config
         bias = vectors.get("bias")
         scale = vectors["scales"] / unit(self.problem.integers, self.problem.dtype)
