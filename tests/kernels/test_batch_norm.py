@@ -9,7 +9,6 @@ import pytest
 from draws import normal
 
 from pallas_kernels import batch_norm
-from pallas_kernels.ops.batch_norm.api import is_best_forward_by_xla
 from pallas_kernels.ops.batch_norm.columns import BatchNormConfig, RowSplit
 from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward, batch_norm_forward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
@@ -100,15 +99,6 @@ def test_every_row_is_taken_once(rows, at_once, groups, lanes):
         assert split.count(jnp.int32(group)) == counts[-1]
     assert sorted(taken) == list(range(split.units))
     assert sum(counts) == rows
-
-
-@pytest.mark.parametrize(
-    ("shape", "by_xla"),
-    [((65, 2048), True), ((153, 12160), False), ((96, 512), False), ((160, 1024), False)],
-)
-def test_sizes_at_which_the_forward_pass_alone_is_xla_s(shape, by_xla):
-    assert is_best_forward_by_xla(jnp.zeros(shape, jnp.bfloat16)) == by_xla
-    assert not is_best_forward_by_xla(jnp.zeros(shape, jnp.float32))
 
 
 @pytest.mark.usefixtures("interpreter")
