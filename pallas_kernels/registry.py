@@ -17,7 +17,6 @@ from pallas_kernels.ops.decode_attention.specs import DECODE_ATTENTION
 from pallas_kernels.ops.dot_interaction.specs import DOT_INTERACTION
 from pallas_kernels.ops.dropout_residual_norm.specs import DROPOUT_RESIDUAL_NORM
 from pallas_kernels.ops.embedding.specs import EMBEDDING
-from pallas_kernels.ops.embedding_bag.specs import EMBEDDING_BAG
 from pallas_kernels.ops.gated_activation.specs import GATED_ACTIVATION
 from pallas_kernels.ops.gated_linear.specs import GATED_LINEAR
 from pallas_kernels.ops.grouped_linear.specs import GROUPED_GATED_LINEAR, GROUPED_LINEAR
@@ -60,7 +59,6 @@ REGISTRY: Mapping[str, OpSpec] = MappingProxyType(
             ATTENTION,
             DECODE_ATTENTION,
             EMBEDDING,
-            EMBEDDING_BAG,
             DOT_INTERACTION,
         )
     }
