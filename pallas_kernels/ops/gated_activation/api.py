@@ -19,10 +19,6 @@ from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
 
-FEWEST_PACKED = 256
-"""The fewest columns of a gate that is packed beside its up. On an H200 3968 rows of 240 columns take 4.0 µs, by XLA
-2.6, with gradients 8.0 and 5.7; 5632 rows of 444 columns 5.1 and 4.8, with gradients 12.0 and 14.0."""
-
 
 def _dimensions(arguments: Mapping[str, Any]) -> str:
     """One array holds the gate and up in halves, of which parts would have one alone."""
@@ -53,7 +49,7 @@ def gated_activation(
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 values,
             or 128 features if gate holds both.
             "xla": always runs.
-            None: "mosaic" if it can run, else "xla". Also "xla" for packed gates of fewer than 256 columns.
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
         y, (..., features), of gate's dtype.
@@ -69,8 +65,7 @@ def gated_activation(
     get_activation("gated_activation", activation)
     _check(gate, up)
     support = {"mosaic": partial(mosaic_unsupported, gate, up), "xla": lambda: None}
-    is_short = up is None and gate.shape[-1] < 2 * FEWEST_PACKED
-    chosen = choose("gated_activation", implementation, support, preferred=() if is_short else ("mosaic",))
+    chosen = choose("gated_activation", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or gate.size == 0:
         return gated_activation_reference(gate, up, activation=activation)
     if up is None:
