@@ -16,7 +16,7 @@ _NAMES = (
     *("rms_norm", "layer_norm", "dropout_residual_norm", "gated_activation", "bias_activation", "softmax", "rope"),
     *("cross_entropy", "batch_norm", "linear", "gated_linear", "norm_linear", "qkv_projection"),
     *("linear_residual_norm", "quantized_linear", "lora_linear", "grouped_linear", "grouped_gated_linear"),
-    *("linear_cross_entropy", "attention", "decode_attention", "embedding", "embedding_bag", "dot_interaction"),
+    *("linear_cross_entropy", "attention", "decode_attention", "embedding", "dot_interaction"),
 )
 
 

@@ -27,6 +27,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import jax
@@ -198,14 +199,6 @@ def _relu_squared_and_derivative(x: jax.Array, _: bool) -> tuple[jax.Array, jax.
     return positive * positive, 2.0 * positive
 
 
-def _gelu_tanh_reference(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=True)
-
-
-def _gelu_reference(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=False)
-
-
 def _quick_gelu_reference(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(_QUICK_RATE * x)
 
@@ -222,9 +215,14 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
                 name="gelu_tanh",
                 of=_gelu_tanh,
                 with_derivative=_gelu_tanh_and_derivative,
-                reference=_gelu_tanh_reference,
+                reference=partial(jax.nn.gelu, approximate=True),
             ),
-            Activation(name="gelu", of=_gelu, with_derivative=_gelu_and_derivative, reference=_gelu_reference),
+            Activation(
+                name="gelu",
+                of=_gelu,
+                with_derivative=_gelu_and_derivative,
+                reference=partial(jax.nn.gelu, approximate=False),
+            ),
             Activation(
                 name="quick_gelu",
                 of=_quick_gelu,

@@ -32,27 +32,6 @@ FEW_BLOCKS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElementwiseConfig:
-    """The work of a block of one warpgroup: `vectors` 16-byte accesses per thread, in each of `rows` rows."""
-
-    vectors: int = 1
-    rows: int = 1
-
-
-def default_elementwise(rows: int, features: int, itemsize: int, *, has_bias: bool = False) -> ElementwiseConfig:
-    """Returns the untuned configuration.
-
-    A block takes at least one access of every thread: a GPU starts only 1.6 blocks a nanosecond. 34596 rows of two
-    times 484 bf16 values take 43 µs with a block for each, 34 with two rows a block (H100). A bias is read once for all
-    rows of a block.
-    """
-    short = -(-access_columns(1, itemsize) // features)
-    most = ElementwiseConfig(vectors=1 if has_bias else 2, rows=min(rows, max(2 if has_bias else 1, short)))
-    blocks = -(-rows // most.rows) * -(-features // access_columns(most.vectors, itemsize))
-    return most if blocks >= FEW_BLOCKS else ElementwiseConfig()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Part:
     """The columns of a row that a block works on at a time, and their layout in registers."""
 
@@ -135,6 +114,23 @@ class Blocks:
         """Cuts `columns` columns of a row from `start` on into segments."""
         stride = self.stride or (self.features if self.rows > 1 else self.columns)
         return split_row(columns, self.itemsize, offset=start, stride=stride)
+
+
+def elementwise_blocks(
+    rows: int, features: int, itemsize: int, *, has_bias: bool = False, stride: int | None = None
+) -> Blocks:
+    """Returns blocks of one or two accesses of each thread, in one row or several.
+
+    A block takes at least one access of every thread: a GPU starts only 1.6 blocks a nanosecond. 34596 rows of two
+    times 484 bf16 values take 43 µs with a block for each, 34 with two rows a block (H100). A bias is read once for all
+    rows of a block.
+    """
+    short = -(-access_columns(1, itemsize) // features)
+    vectors, at_once = (1, min(rows, max(2, short))) if has_bias else (2, min(rows, short))
+    if -(-rows // at_once) * -(-features // access_columns(vectors, itemsize)) < FEW_BLOCKS:
+        vectors = at_once = 1
+    columns = access_columns(vectors, itemsize)
+    return Blocks(rows=rows, features=features, columns=columns, itemsize=itemsize, stride=stride, at_once=at_once)
 
 
 def column_blocks(units: int, features: int, itemsize: int, *, warpgroups: int, blocks_per_core: int) -> Blocks:
@@ -224,16 +220,7 @@ def elementwise_kernel(
     """
     x = operands["x"]
     rows, features = x.shape
-    itemsize = x.dtype.itemsize
-    config = default_elementwise(rows, features, itemsize, has_bias="bias" in operands)
-    blocks = Blocks(
-        rows=rows,
-        features=features,
-        columns=access_columns(config.vectors, itemsize),
-        itemsize=itemsize,
-        stride=features if rows > 1 else None,
-        at_once=config.rows,
-    )
+    blocks = elementwise_blocks(rows, features, x.dtype.itemsize, has_bias="bias" in operands)
 
     def make_work(refs, y_ref):
         keep = make_keep(refs.pop("words", None), features=features, rate=rate)

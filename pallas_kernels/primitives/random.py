@@ -117,9 +117,7 @@ def random_bits(words: Words, row: jax.Array | int, column: jax.Array, *, featur
     return _mix(first + start + column, second)
 
 
-def keep_mask(
-    words: Words, row: jax.Array | int, column: jax.Array, *, features: int, rate: float, rows: int | None = None
-) -> jax.Array:
+def keep_mask(words: Words, row: jax.Array | int, column: jax.Array, *, features: int, rate: float) -> jax.Array:
     """Returns which elements dropout keeps: each with probability 1 - `rate`, exact to 2**-32.
 
     Elements 2 i and 2 i + 1 share the `random_bits` of position i; the first one swaps its halves. Each compares all 32
@@ -128,15 +126,12 @@ def keep_mask(
 
     The other arguments are those of `random_bits`.
 
-    rows: the number of rows, if known. It saves a few instructions for arrays of fewer than 2**32 elements, and gives
-        the same bits.
-
     Raises:
         ValueError: `rate` outside [0, 1).
     """
     check_rate(rate)
     threshold = min(round(rate * _PERIOD), _PERIOD - 1)
-    start, column, (first, second) = _place(words, row, column, features, rows)
+    start, column, (first, second) = _place(words, row, column, features)
     # Start and column are halved separately, before the key is added. So the compiler sees which columns share a word,
     # if it sees which columns are even (see `elementwise.Part.segment_columns`).
     one = jnp.uint32(1)
@@ -171,16 +166,12 @@ def check_rate(rate: float) -> None:
         raise ValueError(f"a dropout rate is the share of elements set to zero, 0 <= rate < 1, got {rate}.")
 
 
-def _place(
-    words: Words, row: jax.Array | int, column: jax.Array, features: int, rows: int | None = None
-) -> tuple[jax.Array, jax.Array, Words]:
+def _place(words: Words, row: jax.Array | int, column: jax.Array, features: int) -> tuple[jax.Array, jax.Array, Words]:
     """Returns the elements' row start and column in their period of 2**32 (whole rows), and the period's words."""
     first, second, *_ = words
     row, size, rows_a_period = row_of_whole(words, row), jnp.uint32(features), jnp.uint32(_rows_a_period(features))
     if len(words) > 2:
         size, rows_a_period = words[4:_PART_WORDS]
-    elif rows is not None and rows <= _rows_a_period(features):
-        return row * size, _uint32(column), (first, second)
     # Rows before the 2**32nd element have epoch 0, whose mix is 0 and changes nothing.
     epoch = row // rows_a_period
     return row * size, _uint32(column), (first, second ^ _mix(epoch))

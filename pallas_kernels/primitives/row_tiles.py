@@ -127,12 +127,6 @@ class RowTiles:
         """One of the stacked tiles, or some rows of it."""
         return replace(self, stack=(*self.stack, *stack), rows=self.rows if rows is None else rows)
 
-    def part(self, rows: Any) -> RowTiles:
-        """Some of these rows."""
-        if isinstance(self.rows, slice):
-            return replace(self, rows=rows)
-        return replace(self, rows=pl.ds(self.rows.start + rows.start, rows.size))
-
     @property
     def only_panel(self) -> Any:
         """The reference to a tile of a single panel."""

@@ -354,15 +354,3 @@ def row_columns(segments: Sequence[Segment]) -> RowValues:
 def full_row(segments: Sequence[Segment], value: float) -> RowValues:
     """Returns a row filled with a float32 value."""
     return tuple(plgpu.layout_cast(jnp.full(s.shape, value, jnp.float32), s.layout) for s in segments)
-
-
-def even_pieces(columns: int, itemsize: int, *, stride: int) -> tuple[Segment, ...]:
-    """Cuts `columns` columns of rows of `stride` values into segments of one access per thread.
-
-    All segments have the same shape, so that they can be folded into one. `columns` must be a multiple of 128 accesses.
-    """
-    vector = split_row(columns, itemsize, stride=stride)[0].vector
-    size = THREADS * vector
-    if columns % size:
-        raise ValueError(f"{columns} columns are not whole pieces of {size}")
-    return tuple(Segment(offset=offset, size=size, vector=vector) for offset in range(0, columns, size))

@@ -62,9 +62,6 @@ def runs_kernel(op, arguments, implementation) -> bool:
     return "mosaic_gpu" in lowered.as_text()
 
 
-BY_XLA = ("embedding_bag",)
-"""Operations whose default is XLA at all sizes, as measured. Whichever runs, the gradient is XLA's: a scatter-add by
-atomics, which need not repeat bit for bit."""
 FORWARD_BY_XLA = ("embedding",)
 """Operations of which only the gradient has kernels."""
 
@@ -73,7 +70,7 @@ def kernel_spec(op):
     """The first spec; of an operation with matrix products the first whose default is the kernel, if there is one:
     XLA's own are the default where they were measured to be the faster ones."""
     specs = op.tagged("gpu")
-    if op.name in (*BY_XLA, *FORWARD_BY_XLA):
+    if op.name in FORWARD_BY_XLA:
         return None
     if op.flops is None:
         return specs[0]
@@ -93,8 +90,7 @@ def test_default_is_not_xla_and_repeats_bit_for_bit(op, seed):
     run = testing.program(op, "mosaic")
     first, second = run(case.arguments, case.cotangents), run(case.arguments, case.cotangents)
     for name, value in first.items():
-        if op.name not in BY_XLA or name.startswith("output"):
-            np.testing.assert_array_equal(bits(value), bits(second[name]), err_msg=name)
+        np.testing.assert_array_equal(bits(value), bits(second[name]), err_msg=name)
 
 
 @pytest.mark.gpu
@@ -136,7 +132,7 @@ OPS_AND_IMPLEMENTATIONS = [
 def test_vmap_remat_and_export(op, implementation, seed):
     case = testing.make_case(op, op.tagged("test")[0], seed)
     is_kernel = runs_kernel(op, case.arguments, implementation)
-    assert is_kernel or (implementation is None and (op.flops is not None or op.name in (*BY_XLA, *FORWARD_BY_XLA)))
+    assert is_kernel or (implementation is None and (op.flops is not None or op.name in FORWARD_BY_XLA))
 
     def values(arguments):
         return values_of(op, arguments, implementation)

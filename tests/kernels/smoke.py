@@ -12,7 +12,7 @@ from pallas_kernels import REGISTRY
 FAMILIES = (
     *("rms_norm", "softmax", "cross_entropy", "rope", "bias_activation", "batch_norm"),
     *("linear", "quantized_linear", "linear_cross_entropy", "attention", "decode_attention"),
-    *("embedding", "embedding_bag", "dot_interaction"),
+    *("embedding", "dot_interaction"),
 )
 
 

@@ -23,7 +23,6 @@ from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import problem_of
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.platform import target_device
-from pallas_kernels.primitives.random import keep_mask
 from pallas_kernels.specs import ErrorBound
 
 NOTHING = {
@@ -311,15 +310,6 @@ def test_visits_go_over_every_tile_once():
     masked = [int(visits.masked_tile(i)) for i in range(visits.masked)]
     full = [int(visits.full_tile(i)) for i in range(visits.full)]
     assert (masked, full) == ([2, 3, 7], [4, 5, 6])
-
-
-def test_keep_mask_of_a_known_number_of_rows_is_the_same(seed):
-    words = jax.random.bits(jax.random.key(seed), (2,), jnp.uint32)
-    rows, columns = np.arange(64)[:, None], np.arange(32)
-    one, other = (
-        keep_mask((words[0], words[1]), rows, columns, features=32, rate=0.4, rows=count) for count in (64, None)
-    )
-    np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.usefixtures("interpreter")

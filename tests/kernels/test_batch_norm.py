@@ -9,7 +9,6 @@ import pytest
 from draws import normal
 
 from pallas_kernels import batch_norm
-from pallas_kernels.ops.batch_norm.api import is_best_forward_by_xla
 from pallas_kernels.ops.batch_norm.columns import BatchNormConfig, RowSplit
 from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward, batch_norm_forward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
@@ -102,38 +101,11 @@ def test_every_row_is_taken_once(rows, at_once, groups, lanes):
     assert sum(counts) == rows
 
 
-@pytest.mark.parametrize(
-    ("shape", "by_xla"),
-    [((65, 2048), True), ((153, 12160), False), ((96, 512), False), ((160, 1024), False)],
-)
-def test_sizes_at_which_the_forward_pass_alone_is_xla_s(shape, by_xla):
-    assert is_best_forward_by_xla(jnp.zeros(shape, jnp.bfloat16)) == by_xla
-    assert not is_best_forward_by_xla(jnp.zeros(shape, jnp.float32))
-
-
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("rows", "has_kernel"), [(64, False), (65, True)])
 def test_few_rows_are_xla_s(rows, has_kernel):
     arguments = jnp.ones((rows, 128)), jnp.ones(128), jnp.ones(128)
     assert ("gmem" in str(jax.make_jaxpr(batch_norm)(*arguments))) == has_kernel
-
-
-@pytest.mark.usefixtures("interpreter")
-def test_a_forward_pass_by_xla_has_the_kernels_gradient(seed):
-    x = normal(seed, (66, 1024), jnp.bfloat16)
-    scale, bias = normal(seed + 1, (1024,)), normal(seed + 2, (1024,))
-
-    def loss(*arrays, implementation=None):
-        _, mean, variance = batch_norm(*arrays, implementation=implementation)
-        return jnp.sum(jnp.sin(mean)) + jnp.sum(jnp.sin(variance))
-
-    gradient = jax.value_and_grad(loss, (0, 1, 2))
-    assert "gmem" not in str(jax.make_jaxpr(loss)(x, scale, bias))
-    assert "gmem" in str(jax.make_jaxpr(gradient)(x, scale, bias))
-    got, expected = (jax.tree.leaves(gradient(x, scale, bias, implementation=name)) for name in (None, "xla"))
-    for a, b in zip(got, expected, strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-4, err_msg=f"seed={seed}")
 
 
 @pytest.mark.usefixtures("interpreter")

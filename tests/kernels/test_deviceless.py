@@ -37,7 +37,7 @@ PRODUCTS = (
 )
 """Operations whose kernels multiply matrices, by wgmma."""
 
-BACKWARD_BY_XLA = ("lora_linear", "quantized_linear", "embedding_bag")
+BACKWARD_BY_XLA = ("lora_linear", "quantized_linear")
 """Operations whose gradients have no kernel of ours by default."""
 FORWARD_BY_XLA = ("embedding",)
 """Operations of which only the gradient has kernels."""

@@ -138,7 +138,6 @@ _AXES: Mapping[str, Mapping[str, str]] = {
     "rope": {"": "r r f f"},
     "qkv_projection": {"": "*r c", "w_q": "_ f", "w_k": "_ f", "w_v": "_ f"},
     "embedding": {"": "r c", "ids": "*r"},
-    "embedding_bag": {"": "r c", "indices": "*r b"},
     "dot_interaction": {"": "r *f c"},
     "quantized_linear": {"": "*r _", "values": "c f", "scales": "f *_"},
     "norm_linear": _PRODUCT,

@@ -56,20 +56,19 @@ def _separate_layer(x, w, a, b):
     return apart(apart(dot(x, w)) + apart(dot(apart(dot(x, a)), b)) / _RANK)
 
 
-def _parts(bags: str, others: str) -> _Parts:
+def _parts(implementation: str) -> _Parts:
     return _Parts(
-        look_up=partial(embedding_bag, implementation=bags),
-        interact=partial(dot_interaction, implementation=others),
-        layer=partial(lora_linear, alpha=1 / _RANK, implementation=others),
+        look_up=embedding_bag,
+        interact=partial(dot_interaction, implementation=implementation),
+        layer=partial(lora_linear, alpha=1 / _RANK, implementation=implementation),
     )
 
 
 _WAYS = {
     UNFUSED: _Parts(look_up=_separate_sum, interact=_separate_pairs, layer=_separate_layer),
-    XLA: _parts("xla", "xla"),
-    FUSED: _parts("xla", "mosaic"),
+    XLA: _parts("xla"),
+    FUSED: _parts("mosaic"),
 }
-_BAGS = "fused, bags by a kernel"
 
 
 def _logits(parts: _Parts, table, adapters, indices, dense, first, last, *weights) -> jax.Array:
@@ -147,8 +146,7 @@ def _arguments(bag: int) -> tuple[Any, ...]:
 
 
 def _cases() -> list[Case]:
-    ways = {**_WAYS, _BAGS: _parts("mosaic", "mosaic")}
-    forward = {name: Variant(function=partial(_forward, parts)) for name, parts in ways.items()}
+    forward = {name: Variant(function=partial(_forward, parts)) for name, parts in _WAYS.items()}
     step = {name: Variant(function=partial(_step, parts)) for name, parts in _WAYS.items()}
     labels = jax.ShapeDtypeStruct((_BATCH,), jnp.float32)
     return [

@@ -14,7 +14,6 @@ registers are differentiated by XLA.
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -60,8 +59,16 @@ def norm_backward(
     the bias only the dtype counts. words: the dropout's key.
     """
     if config is None:
-        streams = 2 if dtotal is None else 3
-        config = default_backward(norm, total, streams, scale, bias, has_dropout=words is not None)
+        config = BackwardShape(
+            rows=total.shape[0],
+            features=total.shape[1],
+            itemsize=total.dtype.itemsize,
+            streams=2 if dtotal is None else 3,
+            gain_bytes=0 if scale is None else scale.dtype.itemsize,
+            sums=(scale is not None) + (bias is not None),
+            has_dropout=words is not None,
+            centered=norm.centered,
+        ).default()
     if config is None:
         return xla_gradients(norm, total, statistics, dy, scale=scale, bias=bias, dtotal=dtotal, words=words)
     dtypes = {name: array.dtype for name, array in (("scale", scale), ("bias", bias)) if array is not None}
@@ -93,28 +100,6 @@ def _blocks(total: jax.Array, config: BackwardConfig, *, has_sums: bool) -> int:
     if not has_sums:
         return steps
     return min(steps, cores * config.blocks_per_core, max(cores, steps // _STEPS))
-
-
-def default_backward(
-    norm: Norm,
-    total: jax.Array,
-    streams: int,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    *,
-    has_dropout: bool = False,
-) -> BackwardConfig | None:
-    """Returns the untuned configuration, or None if XLA computes the gradients. See `BackwardShape` for `streams`."""
-    return BackwardShape(
-        rows=math.prod(total.shape[:-1]),
-        features=total.shape[-1],
-        itemsize=total.dtype.itemsize,
-        streams=streams,
-        gain_bytes=0 if scale is None else scale.dtype.itemsize,
-        sums=(scale is not None) + (bias is not None),
-        has_dropout=has_dropout,
-        centered=norm.centered,
-    ).default()
 
 
 @usual_promotion

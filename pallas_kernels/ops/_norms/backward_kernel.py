@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops._norms.config import BackwardConfig
-from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, Norm, center
+from pallas_kernels.ops._norms.norm import Norm, center
 from pallas_kernels.ops._norms.row_sources import STREAMS, Rows, ring_rows, ring_scratch, short_rows, short_scratch
 from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.elementwise import COMPILER_PARAMS
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.rows import RowValues, map_row, to_float32, zeros_row
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops._norms.config import ForwardConfig, default_forward
-from pallas_kernels.ops._norms.norm import COMPILER_PARAMS, Norm, center
+from pallas_kernels.ops._norms.norm import Norm, center
+from pallas_kernels.primitives.elementwise import COMPILER_PARAMS
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.random import mixed_words
 from pallas_kernels.primitives.row_kernel import HeldRows, held_segments, row_kernel

@@ -7,15 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.random import Words, keep_mask
 from pallas_kernels.primitives.rows import RowValues, map_row
-
-# No automatic barriers: each thread reads back only what it wrote itself, in the same layout.
-COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
 
 NormName = Literal["rms_norm", "layer_norm"]
 

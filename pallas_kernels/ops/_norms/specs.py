@@ -34,15 +34,15 @@ def norm_op(norm: Norm, function: Callable[..., Any], reference: Callable[..., A
         # Reads the normalised rows, dy, and the sum's cotangent if there is one.
         backward_traffic=traffic(read=("x", "x", "residual"), written=("x",)),
         backward=backward_passes(
-            mosaic=partial(_backward, norm_backward, norm),
-            triton=partial(_backward, _triton_gradients, norm),
-            xla=partial(_backward, xla_gradients, norm),
+            mosaic=partial(norm_gradients, norm_backward, norm),
+            triton=partial(norm_gradients, _triton_gradients, norm),
+            xla=partial(norm_gradients, xla_gradients, norm),
         ),
         **others,
     )
 
 
-def saved_gradients(
+def _saved_gradients(
     gradients: Callable[..., NormGradients],
     norm: Norm,
     *,
@@ -72,12 +72,14 @@ def saved_gradients(
     )
 
 
-def _backward(
+def norm_gradients(
     gradients: Callable[..., NormGradients], norm: Norm, *, rounds_before_scale: bool = False, **arguments: Any
 ) -> Arrays:
+    """Computes a call's gradients, such as by `norm_backward`, in the order of its arguments."""
     del rounds_before_scale  # gradients do not round
-    found = saved_gradients(gradients, norm, **arguments)
-    return tuple(each for each in (found.dtotal, found.dscale, found.dbias) if each is not None)
+    found = _saved_gradients(gradients, norm, **arguments)
+    of_x, of_sum = (found.dtotal, None) if found.dx is None else (found.dx, found.dtotal)
+    return tuple(each for each in (of_x, found.dscale, found.dbias, of_sum) if each is not None)
 
 
 def _triton_gradients(norm, x, statistics, dy, *, scale, bias, dtotal, words) -> NormGradients:

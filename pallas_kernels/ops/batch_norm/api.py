@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
+from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward, batch_norm_forward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays
@@ -54,8 +54,7 @@ def batch_norm(
             "mosaic": three Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128
             features.
             "xla": always runs.
-            None: "mosaic" for more than 64 rows if it can run, else "xla". If not differentiated, "xla" for fewer than
-            160 rows of at least 1024 features of 16 bits, with fewer than 2**20 values together.
+            None: "mosaic" for more than 64 rows if it can run, else "xla".
 
     Returns:
         (y, mean, variance): y with x's shape and dtype; mean and biased variance, (features,) float32. Under
@@ -76,21 +75,8 @@ def batch_norm(
     if chosen == "xla" or x.size == 0:
         return batch_norm_reference(x, scale, bias, epsilon=epsilon)
     operands = varying_alike((x.reshape(-1, x.shape[-1]), scale, bias))
-    by_xla = implementation is None and is_best_forward_by_xla(x)
-    kernel, reference = partial(_batch_norm_mosaic, epsilon), partial(batch_norm_reference, epsilon=epsilon)
-    y, mean, variance = partly_by_xla(kernel, reference, forward=by_xla)(*operands)
+    y, mean, variance = _batch_norm_mosaic(epsilon, *operands)  # pyright: ignore[reportGeneralTypeIssues]
     return y.reshape(x.shape), mean, variance
-
-
-def is_best_forward_by_xla(x: jax.Array) -> bool:
-    """Whether XLA's forward pass was measured to be faster than the kernels' three launches.
-
-    µs of the kernels and of XLA on an H200: bf16, 96x256 4.7 and 5.8, 96x1024 6.9 and 5.9, 128x512 5.6 and 5.8,
-    128x4096 7.9 and 6.9, 160x1024 7.4 and 8.1, 153x12160 10.0 and 10.5; float32, 128x1024 5.7 and 6.5. With gradients
-    the kernels are up to 4.5 times as fast, and at 96x4096 4 % slower.
-    """
-    rows = x.size // x.shape[-1]
-    return rows < 160 and x.shape[-1] >= 1024 and x.size < 2**20 and x.dtype.itemsize == 2
 
 
 def mosaic_unsupported(x: jax.Array, scale: jax.Array, bias: jax.Array) -> str | None:

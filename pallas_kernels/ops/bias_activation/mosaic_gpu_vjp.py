@@ -8,7 +8,6 @@ sums in registers, and writes them once. XLA adds the groups' sums in a fixed or
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import jax
 import jax.experimental.pallas as pl
@@ -31,19 +30,6 @@ from pallas_kernels.primitives.elementwise import (
 from pallas_kernels.primitives.platform import varying_like
 
 
-@dataclass(frozen=True, kw_only=True)
-class ColumnSumConfig:
-    """How the kernel with a bias splits its work: persistent blocks, each for one strip of columns.
-
-    warpgroups: warpgroups of a block. They take rows in turn, and their column sums are added in shared memory. Eight
-        warpgroups have 64 registers per thread, enough for the current row and for loading the next one.
-    blocks_per_core: blocks per streaming multiprocessor.
-    """
-
-    warpgroups: int = 8
-    blocks_per_core: int = 1
-
-
 def bias_activation_backward(
     x: jax.Array,
     bias: jax.Array | None,
@@ -52,9 +38,13 @@ def bias_activation_backward(
     *,
     activation: Activation,
     rate: float = 0.0,
-    config: ColumnSumConfig | None = None,
+    warpgroups: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (dx, dbias), or (dx, None) without a bias. Arguments as of the forward kernel; dy like x."""
+    """Returns (dx, dbias), or (dx, None) without a bias. Arguments as of the forward kernel; dy like x.
+
+    warpgroups: of a block. They take rows in turn, and their column sums are added in shared memory. Eight have 64
+    registers per thread, enough for the current row and for loading the next one.
+    """
     operands = present({"x": x, "bias": bias, "words": words, "dy": dy})
     # As accurate as the more accurate of the two gradients needs.
     shown = x.dtype if bias is None else jnp.promote_types(x.dtype, bias.dtype)
@@ -67,9 +57,8 @@ def bias_activation_backward(
 
     if bias is None:
         return elementwise_kernel("bias_activation_gradient", operands, step, rate=rate), None
-    if config is None:
-        config = ColumnSumConfig() if x.shape[0] >= 1024 else ColumnSumConfig(warpgroups=1, blocks_per_core=2)
-    return _column_sum_kernel(operands, step, rate=rate, config=config)
+    warpgroups = warpgroups or (8 if x.shape[0] >= 1024 else 1)
+    return _column_sum_kernel(operands, step, rate=rate, warpgroups=warpgroups)
 
 
 def _column_sum_kernel(
@@ -77,7 +66,7 @@ def _column_sum_kernel(
     step: Callable[..., jax.Array],
     *,
     rate: float,
-    config: ColumnSumConfig,
+    warpgroups: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns dx, like `operands["x"]`, and the sums of its columns in the dtype of `operands["bias"]`.
 
@@ -85,8 +74,8 @@ def _column_sum_kernel(
     """
     x, sum_dtype = operands["x"], operands["bias"].dtype
     rows, features = x.shape
-    itemsize, warpgroups = x.dtype.itemsize, config.warpgroups
-    blocks = column_blocks(rows, features, itemsize, warpgroups=warpgroups, blocks_per_core=config.blocks_per_core)
+    per_core = 2 if warpgroups == 1 else 1
+    blocks = column_blocks(rows, features, x.dtype.itemsize, warpgroups=warpgroups, blocks_per_core=per_core)
     groups = blocks.rows
     is_sum = groups == 1  # nothing is left to add
     names = tuple(operands)

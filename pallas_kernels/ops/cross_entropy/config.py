@@ -78,17 +78,11 @@ class RowPlan:
 
     @classmethod
     def make(cls, vocabulary: int, itemsize: int, config: ForwardConfig) -> RowPlan:
-        """Returns the plan of a row. Raises ValueError if the row does not divide into accesses, or is too short."""
-        accesses, left = divmod(vocabulary * itemsize, ACCESS_BYTES)
-        if left:
-            raise ValueError(f"a vocabulary of {vocabulary} is no multiple of {ACCESS_BYTES} bytes; use 'split'.")
+        """Returns the plan of a row that divides into accesses, as `ring_config` checks."""
+        accesses = vocabulary * itemsize // ACCESS_BYTES
         sharers, chunk = config.warpgroups, config.chunk_lines * WARP_LANES
         share = _share(accesses, sharers)
-        if share < chunk:
-            raise ValueError(f"{accesses} accesses are too few for {sharers} warpgroups with chunks of {chunk}.")
         own = -(-(accesses - (sharers - 1) * share) // chunk)
-        if own < config.held:
-            raise ValueError(f"{own} chunks for each warpgroup are fewer than {config.held} to hold.")
         kept = min(own - config.held, config.slots)
         return cls(accesses=accesses, sharers=sharers, chunk=chunk, own=own, held=config.held, kept=kept)
 

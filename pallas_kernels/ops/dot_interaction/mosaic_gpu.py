@@ -51,7 +51,7 @@ def dot_interaction_forward(x: jax.Array, *, has_diagonal: bool) -> jax.Array:
         plgpu.barrier_wait(barrier)
 
         def multiply(products):
-            multiply_across(products, tile, tile.part(pl.ds(0, width)))
+            multiply_across(products, tile, tile.at(rows=pl.ds(0, width)))
             return products[...]
 
         products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32))

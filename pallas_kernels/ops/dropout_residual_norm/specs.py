@@ -6,7 +6,7 @@ from functools import partial
 
 from pallas_kernels.ops._norms.backward import norm_backward, xla_gradients
 from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.ops._norms.specs import parameter, saved_gradients
+from pallas_kernels.ops._norms.specs import norm_gradients, parameter
 from pallas_kernels.ops.dropout_residual_norm.api import dropout_residual_norm
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
 from pallas_kernels.spec_builders import array_call, backward_passes, calls, traffic
@@ -25,10 +25,8 @@ def _call(x, *, norm="rms_norm", affine=None, rate=0.1, rounds=False):
     return arguments, norm, f"rate{rate:g}", which, rounds and "rounds_before_scale"
 
 
-def _backward(gradients, *, norm, rate, rounds_before_scale=False, **arguments):
-    del rounds_before_scale  # gradients do not round
-    found = saved_gradients(gradients, Norm(name=norm, epsilon=1e-6, rate=rate), **arguments)
-    return tuple(each for each in (found.dx, found.dscale, found.dbias, found.dtotal) if each is not None)
+def _backward(gradients, *, norm, rate, **arguments):
+    return norm_gradients(gradients, Norm(name=norm, epsilon=1e-6, rate=rate), **arguments)
 
 
 DROPOUT_RESIDUAL_NORM = OpSpec(
@@ -42,16 +40,13 @@ DROPOUT_RESIDUAL_NORM = OpSpec(
         _call(2, 2, 512, norm="layer_norm", rate=0.5),
         _call(3, 256, dtype="float32", norm="layer_norm"),
         _call(3, 256, dtype="float16", rate=0.9),
-        _call(3, 256, affine=()),
         _call(3, 256, rate=0.0),
         _call(3, 256, rounds=True),
         _call(256, norm="layer_norm", affine=("bias",)),
-        _call(3, 1000, tags="test ragged"),
         _call(2, 1153, norm="layer_norm", tags="test ragged"),
         _call(3, 127, tags="test ragged"),
         _call(2, 16384 + 1028, tags="test ragged long"),
         _call(3, 256, fill="extreme", tags="test extreme"),
-        _call(3, 256, fill="zeros", norm="layer_norm", tags="test extreme"),
         _call(0, 256, tags="test empty"),
         _call(1000, 4096, tags="gpu"),
         _call(1001, 256, norm="layer_norm", tags="gpu"),  # a row for each warp
@@ -60,7 +55,6 @@ DROPOUT_RESIDUAL_NORM = OpSpec(
         _call(300, 8192, dtype="float32", tags="gpu"),
         _call(2000, 1152, tags="gpu ragged"),
         _call(1000, 4097, norm="layer_norm", tags="gpu ragged"),
-        _call(700, 4100, tags="gpu ragged"),
         _call(8192, 4096, tags="gpu bench block"),
         _call(32768, 4096, tags="gpu bench"),
         _call(32768, 4096, norm="layer_norm", tags="gpu bench"),

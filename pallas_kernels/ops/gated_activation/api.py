@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
+from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_backward, gated_activation_forward
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 from pallas_kernels.primitives.activations import get_activation
@@ -18,14 +18,6 @@ from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import usual_promotion
-
-MANY_VALUES = 2**20
-"""From this size on memory is the limit, and an activation without an exponential leaves no arithmetic to save: on an
-H100 232x6720 float32 takes 6.9 µs, XLA's forward pass 6.3. With gradients the kernels take 14.7, XLA 15.4."""
-
-FEWEST_PACKED = 256
-"""The fewest columns of a gate that is packed beside its up. On an H200 3968 rows of 240 columns take 4.0 µs, by XLA
-2.6, with gradients 8.0 and 5.7; 5632 rows of 444 columns 5.1 and 4.8, with gradients 12.0 and 14.0."""
 
 
 def _dimensions(arguments: Mapping[str, Any]) -> str:
@@ -57,8 +49,7 @@ def gated_activation(
             "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128 values,
             or 128 features if gate holds both.
             "xla": always runs.
-            None: "mosaic" if it can run, else "xla". Also "xla" for packed gates of fewer than 256 columns and, if not
-                differentiated, for "relu" and "relu_squared" of 2**20 values or more.
+            None: "mosaic" if it can run, else "xla".
 
     Returns:
         y, (..., features), of gate's dtype.
@@ -74,8 +65,7 @@ def gated_activation(
     get_activation("gated_activation", activation)
     _check(gate, up)
     support = {"mosaic": partial(mosaic_unsupported, gate, up), "xla": lambda: None}
-    is_short = up is None and gate.shape[-1] < 2 * FEWEST_PACKED
-    chosen = choose("gated_activation", implementation, support, preferred=() if is_short else ("mosaic",))
+    chosen = choose("gated_activation", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or gate.size == 0:
         return gated_activation_reference(gate, up, activation=activation)
     if up is None:
@@ -84,10 +74,7 @@ def gated_activation(
     else:  # the row length does not matter, and one long row has the fewest unaligned accesses
         gate_rows, up_rows, shape = gate.reshape(1, -1), up.reshape(1, -1), gate.shape
         gate_rows, up_rows = varying_alike((gate_rows, up_rows))
-    kernel = partial(_gated_activation_mosaic, activation)
-    reference = partial(gated_activation_reference, activation=activation)
-    is_copy = up is not None and activation.startswith("relu") and gate.size >= MANY_VALUES
-    y = partly_by_xla(kernel, reference, forward=implementation is None and is_copy)(gate_rows, up_rows)
+    y: jax.Array = _gated_activation_mosaic(activation, gate_rows, up_rows)  # pyright: ignore
     return y.reshape(shape)
 
 

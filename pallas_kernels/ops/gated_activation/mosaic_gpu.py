@@ -14,10 +14,8 @@ import jax.numpy as jnp
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.elementwise import (
-    Blocks,
     Part,
-    access_columns,
-    default_elementwise,
+    elementwise_blocks,
     launch,
     load_part,
     rows_from,
@@ -30,7 +28,7 @@ def gated_activation_forward(gate: jax.Array, up: jax.Array | None, *, activatio
     gate, up: (rows, features) of one floating dtype; or gate (rows, 2, features) and up None.
     """
     rows, features = gate.shape[0], gate.shape[-1]
-    blocks = _blocks(rows, features, gate.dtype.itemsize, is_packed=up is None)
+    blocks = elementwise_blocks(rows, features, gate.dtype.itemsize, stride=features if up is None else None)
 
     def make_work(refs, y_ref):
         def work(first, part):
@@ -55,7 +53,7 @@ def gated_activation_backward(
     gate, up: (rows, features) of one floating dtype, or gate (rows, 2, features) and up None. dy: (rows, features).
     """
     rows, features = dy.shape
-    blocks = _blocks(rows, features, dy.dtype.itemsize, is_packed=up is None)
+    blocks = elementwise_blocks(rows, features, dy.dtype.itemsize, stride=features if up is None else None)
     branches = {"gate": gate} if up is None else {"gate": gate, "up": up}
 
     def make_work(refs, *outputs):
@@ -75,18 +73,6 @@ def gated_activation_backward(
     out_type = (jax.ShapeDtypeStruct(gate.shape, gate.dtype),) * len(branches)
     outputs = launch("gated_activation_gradient", {**branches, "dy": dy}, out_type, blocks, make_work)
     return outputs[0], (None if up is None else outputs[1])
-
-
-def _blocks(rows: int, features: int, itemsize: int, *, is_packed: bool) -> Blocks:
-    config = default_elementwise(rows, features, itemsize)
-    return Blocks(
-        rows=rows,
-        features=features,
-        columns=access_columns(config.vectors, itemsize),
-        itemsize=itemsize,
-        stride=features if is_packed else None,
-        at_once=config.rows,
-    )
 
 
 def _halves(refs: Collection[Any], first: jax.Array, count: int) -> list[tuple[Any, Any]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ops.rope.angles import angle_tables
+
 
 def rope_reference(
     query: jax.Array,
@@ -21,9 +23,7 @@ def rope_reference(
     wide = jnp.promote_types(query.dtype, jnp.float32)
     size = query.shape[-1] if rotated is None else rotated
     if positions is not None:
-        frequency = theta ** (-jnp.arange(size // 2, dtype=wide) / (size // 2))
-        angle = positions.astype(wide)[..., None] * frequency
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        cos, sin = angle_tables(positions, size, theta, wide)
     assert cos is not None and sin is not None
     cosines, sines = (_members(_by_token(table, query).astype(wide), size, interleaved) for table in (cos, sin))
 

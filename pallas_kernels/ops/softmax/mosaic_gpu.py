@@ -22,7 +22,7 @@ from pallas_kernels.primitives.exponents import LOWEST
 from pallas_kernels.primitives.row_kernel import RowChunks, row_kernel
 from pallas_kernels.primitives.rows import (
     Segment,
-    even_pieces,
+    cut_row,
     full_row,
     load_row,
     map_row,
@@ -110,7 +110,7 @@ def _online_body(x, masking, chunk):
     itemsize = x.dtype.itemsize
     is_exact = itemsize == 4
     chunks = RowChunks.make(x.shape[1], itemsize, chunk)
-    pieces, rest = even_pieces(chunks.chunk, itemsize, stride=chunks.features), chunks.rest
+    pieces, rest = cut_row(chunks.segments, 1), chunks.rest  # of one shape, so that they can be folded into one
 
     def body(row, x_ref, mask_row, y_ref):
         def scores(first, segments):
