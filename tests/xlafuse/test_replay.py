@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jaxlib
 import pytest
+from xlafuse.models.support import applicable
 
 from hlo_analysis import Analysis, Capture, analyze
 from hlo_analysis.capture import capture
@@ -21,7 +22,6 @@ from hlo_analysis.hlo import parse_module
 from hlo_analysis.program.launch_kinds import kind_of
 from hlo_analysis.program.launch_sites import find_launches
 from xlafuse.models import block_function, get_preset
-from xlafuse.models.support import applicable
 from xlafuse.strategies import get_strategy
 
 LAUNCHES = Path(__file__).parent / "data" / "h200_launches.json"
