@@ -29,7 +29,6 @@ def notes_of(launches: Sequence[LaunchRow], device: Device) -> Iterator[str]:
         return
     yield from gather(_opaque_kernels, launches)
     yield from gather(_spills, launches)
-    yield from gather(_repeated_rows, launches)
     yield from gather(_offloading, launches)
     yield from gather(_links, launches)
     yield from gather(_gathered, launches)
@@ -55,17 +54,6 @@ def _spills(launches: Sequence[LaunchRow]) -> Iterator[str]:
         named = ", ".join(f"{name} ({size} bytes a thread)" for name, size in ranked[:_NAMED])
         rest = f" and {len(ranked) - _NAMED} more" if len(ranked) > _NAMED else ""
         yield f"Kernels that spill registers to memory: {named}{rest}."
-
-
-def _repeated_rows(launches: Sequence[LaunchRow]) -> Iterator[str]:
-    """Notes scatters that take long if their indices repeat, the longest first."""
-    found = [(launch, launch.longest_us) for launch in launches if launch.longest_us is not None]
-    if named := sorted(found, key=lambda item: -item[1] * item[0].repeat)[:_NAMED]:
-        times = ", ".join(f"{launch.name} {launch.estimated_us:.0f} to {us:.0f} µs" for launch, us in named)
-        yield (
-            f"Estimated, from all indices different to all equal: {times}. A scatter adds 16-bit elements by "
-            "compare-and-swap, which threads that add into the same place repeat; in float32 they do not."
-        )
 
 
 def _offloading(launches: Sequence[LaunchRow]) -> Iterator[str]:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hlo_analysis.decisions.log import GEMM_PASS, MULTI_OUTPUT_PASS, SOFTMAX_PASS
+from hlo_analysis.decisions.log import GEMM_PASS, SOFTMAX_PASS
 from hlo_analysis.decisions.unfused_edges import CONFIG_PASS, PRIORITY_PASS
 from hlo_analysis.errors import UnknownEdgeError, nearest_names
 from hlo_analysis.records import Analysis, Decision, MissedFusion
 
-PASS_ORDER = (GEMM_PASS, SOFTMAX_PASS, PRIORITY_PASS, MULTI_OUTPUT_PASS, CONFIG_PASS)
+PASS_ORDER = (GEMM_PASS, SOFTMAX_PASS, PRIORITY_PASS, CONFIG_PASS)
 """The passes that decide on fusion, in XLA:GPU's order; decisions without a pass come last."""
 
 _SHOWN = 6

@@ -91,9 +91,10 @@ class Capture:
         folder = self.path / self.manifest.dump
         names = sorted(path.name for path in folder.iterdir() if path.is_file())
         own = [name for name in names if name.startswith(self.manifest.module + ".")]
+        found = artefacts.stages(self.manifest.module, own)
         return [
-            (stage.order, f"after {stage.after}, before {stage.before}", stage.path)
-            for stage in artefacts.stages(self.manifest.module, own, folder)
+            (number, f"after {after}, before {before}", folder / name)
+            for number, (name, after, before) in enumerate(found)
         ]
 
     def save(self, path: str | Path) -> Path:

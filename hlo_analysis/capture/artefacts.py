@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from hlo_analysis.errors import DumpError
@@ -43,17 +42,6 @@ _PASSES: tuple[tuple[str, str], ...] = (
     ("config-assigner", "config_assigner"),
     ("fusion", "cpu_fusion"),
 )
-
-
-@dataclass(frozen=True, order=True, kw_only=True)
-class Stage:
-    """The module as it was between two passes."""
-
-    order: int
-    pipeline: str
-    after: str
-    before: str
-    path: Path
 
 
 def modules(names: Iterable[str]) -> dict[str, list[str]]:
@@ -123,29 +111,17 @@ def index(module: str, names: Iterable[str]) -> dict[str, str]:
         matches = [name for name in own if ("." + name[len(module) + 1 :]).endswith(ending)]
         if matches:
             files[key] = matches[-1]
-    for stage in stages(module, own):
-        for name, key in _PASSES:
-            if stage.before == name:
-                files.setdefault(f"before_{key}", stage.path.name)
-            if stage.after == name:
-                files[f"after_{key}"] = stage.path.name
+    for name, after, before in stages(module, own):
+        for dumped, key in _PASSES:
+            if before == dumped:
+                files.setdefault(f"before_{key}", name)
+            if after == dumped:
+                files[f"after_{key}"] = name
     return files
 
 
-def stages(module: str, names: Iterable[str], folder: Path | None = None) -> list[Stage]:
-    """The dumps between passes of one module, in the order in which XLA made them."""
-    found: list[Stage] = []
-    for name in names:
-        match = _STAGE.match(name[len(module) + 1 :])
-        if match:
-            path = (folder / name) if folder else Path(name)
-            found.append(
-                Stage(
-                    order=int(match["order"]),
-                    pipeline=match["pipeline"],
-                    after=match["after"],
-                    before=match["before"],
-                    path=path,
-                )
-            )
-    return sorted(found)
+def stages(module: str, names: Iterable[str]) -> list[tuple[str, str, str]]:
+    """The dumps between passes of one module, in XLA's order: file name, the pass before it and the one after it."""
+    found = [(match, name) for name in names if (match := _STAGE.match(name[len(module) + 1 :]))]
+    found.sort(key=lambda each: int(each[0]["order"]))
+    return [(name, match["after"], match["before"]) for match, name in found]

@@ -19,8 +19,8 @@ LOG_NAME = "worker.log"
 _WORKER = Path(__file__).with_name("worker.py")
 _LAST_WORDS_LINES = 30
 
-# Passes that explain themselves only in the log: GEMM fusion, softmax rewriter, multi-output fusion, kernel choice.
-_VLOG = "gemm_fusion=5,softmax_rewriter_triton=5,multi_output_fusion=5,config_assigner_pass=3,config_assigner=1"
+# Passes that explain themselves only in the log: GEMM fusion, softmax rewriter, kernel choice.
+_VLOG = "gemm_fusion=5,softmax_rewriter_triton=5,config_assigner_pass=3,config_assigner=1"
 
 # What the user's environment must not decide: XLA's flags and dumps, log levels, JAX's platform and caches.
 _DROPPED = (

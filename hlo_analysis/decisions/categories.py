@@ -7,7 +7,6 @@ the text. Unknown text goes to `OTHER_RULE` and is quoted unchanged, so it never
 from __future__ import annotations
 
 FUSED = "fused"
-RANDOM_BITS = "random bits"
 SLOWER = "cost model: fusing is slower"
 BITCAST_USERS = "only bitcast users"
 LIBRARY_CALL = "library call"
@@ -39,7 +38,6 @@ OTHER_RULE = "other rule"
 
 CATEGORIES: dict[str, str] = {
     FUSED: "One launch holds both ends: the value never leaves the chip.",
-    RANDOM_BITS: "Steps of the integer random-number generator, folded into one line for each launch.",
     SLOWER: "XLA's cost model expects the fused kernel to take longer than the two it would replace, "
     "often because the producer would be computed again for each user.",
     BITCAST_USERS: "The value is only re-labelled with another shape before a kernel that takes no fusion reads it; "

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hlo_analysis.decisions import categories
 from hlo_analysis.decisions.align import contents
 from hlo_analysis.decisions.fold import Folded
-from hlo_analysis.decisions.log import GEMM_PASS, MULTI_OUTPUT_PASS, SOFTMAX_PASS, LogMessages
+from hlo_analysis.decisions.log import GEMM_PASS, SOFTMAX_PASS
 from hlo_analysis.decisions.roles import generator_of
 from hlo_analysis.decisions.unfused_edges import PRIORITY_PASS
 from hlo_analysis.hlo import Instruction, Module
@@ -37,18 +36,15 @@ class _Known:
     is_hidden: bool = False
 
 
-def fused_edges(
-    before: Module | None, folded: Folded, log: LogMessages, launches: Mapping[str, tuple[int, ...]]
-) -> tuple[Decision, ...]:
-    """Returns the edges fused before priority fusion, then by it in order, then by multi-output fusion.
+def fused_edges(before: Module | None, folded: Folded, launches: Mapping[str, tuple[int, ...]]) -> tuple[Decision, ...]:
+    """Returns the edges fused before priority fusion, then by it in order.
 
-    Edges from constants and bitcasts are left out, as are edges whose result was later found unused. The steps of a
-    random-number generator become one decision for each launch.
+    Left out are edges from constants and bitcasts, those whose result was later found unused, and the steps of a
+    random-number generator.
 
     Args:
         before: the module that priority fusion started with.
         folded: the end state of priority fusion.
-        log: messages of the other passes.
         launches: instruction right after priority fusion → indices of the launches that contain it, in launch order.
     """
     known = _known(before) if before else {}
@@ -58,25 +54,18 @@ def fused_edges(
         producer, consumer = known.get(edge.producer, _Known()), known.get(edge.consumer, _Known())
         known[edge.fusion] = consumer
         held = holders.get(edge.fusion, ())
-        if producer.is_hidden or not held:
+        if producer.is_hidden or not held or (producer.is_random and consumer.is_random):
             continue
         decision = _fused(
             edge.producer, edge.consumer, f"fused into {edge.fusion}", PRIORITY_PASS, held[0], producer, consumer.scope
         )
-        found.append((replace(decision, gain_us=edge.gain_us), producer.is_random and consumer.is_random))
-    for fusion in log.multi_output:
-        held = launches.get(fusion.second, launches.get(fusion.first, ()))
-        if held and not fusion.siblings:
-            producer = known.get(fusion.first, _Known())
-            text = "fused, and the producer's value is still written for its other users"
-            ends = fusion.first, fusion.second
-            found.append((_fused(*ends, text, MULTI_OUTPUT_PASS, held[0], producer, producer.scope), False))
-    return _collapse(found)
+        found.append(replace(decision, gain_us=edge.gain_us))
+    return tuple(found)
 
 
 def edges_inside(final: Module, launch_of: Mapping[str, int]) -> tuple[Decision, ...]:
     """Returns the edges inside the launches of a program whose fusion passes left no record."""
-    return _collapse(list(_inner_edges(final, {name: (index,) for name, index in launch_of.items()})))
+    return tuple(_inner_edges(final, {name: (index,) for name, index in launch_of.items()}))
 
 
 def _fused(producer: str, consumer: str, text: str, pass_name: str, launch: int, value: _Known, scope: str) -> Decision:
@@ -120,8 +109,8 @@ def _holders(folded: Folded, launches: Mapping[str, tuple[int, ...]]) -> dict[st
     return holders
 
 
-def _inner_edges(module: Module, holders: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Decision, bool]]:
-    """Yields the edges inside the fusions of a module, and whether each is a step of a random-number generator."""
+def _inner_edges(module: Module, holders: Mapping[str, tuple[int, ...]]) -> Iterator[Decision]:
+    """Yields the edges inside the fusions of a module."""
     known = _known(module)
     for computation in module.computations.values():
         for fusion in computation.instructions.values():
@@ -135,8 +124,8 @@ def _inner_edges(module: Module, holders: Mapping[str, tuple[int, ...]]) -> Iter
                 for producer in _through_bitcasts(fused.instructions, consumer):
                     one, other = known[producer.name], known[consumer.name]
                     text = f"fused into {fusion.name}"
-                    decision = _fused(producer.name, consumer.name, text, pass_name, held[0], one, other.scope)
-                    yield decision, one.is_random and other.is_random
+                    if not (one.is_random and other.is_random):
+                        yield _fused(producer.name, consumer.name, text, pass_name, held[0], one, other.scope)
 
 
 def _pass_of(fusion: Instruction, inside: tuple[Instruction, ...]) -> str:
@@ -157,26 +146,3 @@ def _through_bitcasts(instructions: Mapping[str, Instruction], consumer: Instruc
         if operand.opcode not in _HIDDEN:
             found[operand.name] = operand
     return list(found.values())
-
-
-def _collapse(found: Sequence[tuple[Decision, bool]]) -> tuple[Decision, ...]:
-    """Merges the decisions on random-number generators into one for each launch, placed at the end."""
-    random: dict[int | None, list[Decision]] = defaultdict(list)
-    for decision, is_random in found:
-        if is_random:
-            random[decision.producer_launch].append(decision)
-    return (*(decision for decision, is_random in found if not is_random), *map(_collapsed, random.values()))
-
-
-def _collapsed(steps: list[Decision]) -> Decision:
-    gains = [step.gain_us for step in steps if step.gain_us is not None]
-    largest = max(steps, key=lambda step: step.bytes)
-    return replace(
-        steps[-1],
-        producer=steps[0].producer,
-        reason=f"[{len(steps)} edges of integer arithmetic for random numbers, all fused]",
-        category=categories.RANDOM_BITS,
-        gain_us=round(sum(gains), 6) if gains else None,
-        bytes=largest.bytes,
-        shape=largest.shape,
-    )

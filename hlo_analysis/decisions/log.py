@@ -2,8 +2,7 @@
 
 The Triton matrix-product rewriter (`gemm_fusion.cc`) names each producer and user that it kept out of a product, with
 the reason. The softmax rewriter (`softmax_rewriter_triton.cc`) says why an instruction is not the root of a
-normalization. Multi-output fusion names only the pairs that it fused. They write at `TF_CPP_VMODULE` level 5; the last
-one already at level 3.
+normalization. They write at `TF_CPP_VMODULE` level 5.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Literal
 
 GEMM_PASS = "triton-gemm-rewriter"
 SOFTMAX_PASS = "triton-softmax-rewriter"
-MULTI_OUTPUT_PASS = "multi_output_fusion"
 
 # The first two are the wording of jaxlib 0.11.2, the others that of 0.12.
 _DECISION = re.compile(" due to (?:the |profitability |tileability )?decision: ")
@@ -39,27 +37,9 @@ class Refusal:
     """JAX's name of the instruction; it identifies the instruction even if a pass renamed it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MultiOutputFusion:
-    """Multi-output fusion merged two kernels: siblings, or a producer that keeps its own output."""
-
-    first: str
-    second: str
-    siblings: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogMessages:
-    """The messages of the log that concern fusion."""
-
-    refusals: tuple[Refusal, ...] = ()
-    multi_output: tuple[MultiOutputFusion, ...] = ()
-
-
-def read_log(text: str) -> LogMessages:
+def read_log(text: str) -> tuple[Refusal, ...]:
     """Collects the messages of the passes; lines in any other format are ignored, since the log is free text."""
     refusals: list[Refusal] = []
-    multi_output: list[MultiOutputFusion] = []
     product: str | None = None
     for line in text.splitlines():
         prefix, found, body = line.partition("] ")
@@ -71,12 +51,9 @@ def read_log(text: str) -> LogMessages:
                 product = _name(body)
             elif refusal := _gemm_refusal(body, product):
                 refusals.append(refusal)
-        elif source == "softmax_rewriter_triton.cc":
-            if refusal := _softmax_refusal(body):
-                refusals.append(refusal)
-        elif source == "multi_output_fusion.cc" and (fusion := _multi_output(body)):
-            multi_output.append(fusion)
-    return LogMessages(refusals=tuple(dict.fromkeys(refusals)), multi_output=tuple(multi_output))
+        elif source == "softmax_rewriter_triton.cc" and (refusal := _softmax_refusal(body)):
+            refusals.append(refusal)
+    return tuple(dict.fromkeys(refusals))
 
 
 def _name(instruction: str) -> str:
@@ -114,15 +91,3 @@ def _softmax_refusal(body: str) -> Refusal | None:
         return None
     name = _name(instruction.removeprefix(start))
     return Refusal(pass_name=SOFTMAX_PASS, role="root", instruction=name, product=None, reason=reason)
-
-
-def _multi_output(body: str) -> MultiOutputFusion | None:
-    for start, middle, siblings in (
-        ("Fuse siblings ", " and ", True),
-        ("Fuse producer ", " into its consumer ", False),
-    ):
-        if body.startswith(start):
-            first, found, second = body.removeprefix(start).partition(middle)
-            if found:
-                return MultiOutputFusion(first=first, second=second.strip(), siblings=siblings)
-    return None

@@ -13,7 +13,7 @@ from hlo_analysis.decisions.edges import Edge, launch_edges
 from hlo_analysis.decisions.explanations import without_reason
 from hlo_analysis.decisions.fold import fold
 from hlo_analysis.decisions.fused import edges_inside, fused_edges
-from hlo_analysis.decisions.log import LogMessages, read_log
+from hlo_analysis.decisions.log import read_log
 from hlo_analysis.decisions.unfused_edges import UnfusedEdges
 from hlo_analysis.hlo import Module, parse_module
 from hlo_analysis.hlo.scope import scope_of
@@ -46,7 +46,7 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
     dump_text = capture.text("priority_fusion_dump")
     dump = attempt(read_fusion_dump, None, dump_text) if dump_text else None
     folded = attempt(fold, None, dump.steps) if dump else None
-    log = attempt(read_log, LogMessages(), capture.text("worker_log") or "")
+    refusals = attempt(read_log, (), capture.text("worker_log") or "")
     before, early = _stage(capture, "before_priority_fusion"), _stage(capture, "after_priority_fusion")
     if before is None and dump is not None:
         before = attempt(parse_module, None, dump.module_text)
@@ -57,7 +57,7 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
     no_record = (
         "XLA:CPU keeps no record of what it leaves apart" if is_cpu else "the capture has no record of priority fusion"
     )
-    unfused = UnfusedEdges(final, early, came_from, folded, log, before, edges, _disabled(capture), no_record)
+    unfused = UnfusedEdges(final, early, came_from, folded, refusals, before, edges, _disabled(capture), no_record)
     decisions = _unfused_decisions(unfused, edges, final, launch_of)
     if early is None or folded is None:
         return (*decisions, *gather(edges_inside, final, launch_of))
@@ -66,7 +66,7 @@ def decide(capture: Texts, final: Module, launch_of: Mapping[str, int]) -> tuple
         for origin in came_from.get(name, ()):
             held[origin].append(index)
     launches = {name: tuple(sorted(indices)) for name, indices in held.items()}
-    return (*decisions, *gather(fused_edges, before, folded, log, launches))
+    return (*decisions, *gather(fused_edges, before, folded, launches))
 
 
 def _disabled(capture: Texts) -> frozenset[str]:

@@ -11,7 +11,7 @@ from hlo_analysis.decisions.align import Origins, contents, stem, working
 from hlo_analysis.decisions.edges import Edge, launch_edges
 from hlo_analysis.decisions.explanations import Explanation, our_reason, without_reason, xla_reason
 from hlo_analysis.decisions.fold import Folded, LastVerdict
-from hlo_analysis.decisions.log import GEMM_PASS, SOFTMAX_PASS, LogMessages, Refusal
+from hlo_analysis.decisions.log import GEMM_PASS, SOFTMAX_PASS, Refusal
 from hlo_analysis.decisions.roles import UNFUSIBLE_CONSUMERS, Role, library_epilogue, origin_of_kernel, role_of
 from hlo_analysis.hlo import Computation, Instruction, Module
 from hlo_analysis.program.launch_kinds import COLLECTIVE_OPCODES
@@ -28,7 +28,7 @@ class UnfusedEdges:
         early: the module right after priority fusion, or None where the capture has none.
         origins: final instruction → instructions of `early` that it came from.
         folded: the end state of priority fusion, with the names of `early`.
-        log: messages of the passes before it.
+        refusals: of the passes before it, from the log.
         before: the module that priority fusion started with.
         edges: all edges of the final module.
         disabled: passes that an option switched off.
@@ -41,7 +41,7 @@ class UnfusedEdges:
         early: Module | None,
         origins: Origins,
         folded: Folded | None,
-        log: LogMessages,
+        refusals: Sequence[Refusal],
         before: Module | None = None,
         edges: Sequence[Edge] = (),
         disabled: Collection[str] = (),
@@ -65,13 +65,13 @@ class UnfusedEdges:
             edge.producer for edge in (launch_edges(before, working(before)) if before else ())
         )
         self._refusals: dict[tuple[str, str | None], list[Refusal]] = defaultdict(list)
-        for refusal in log.refusals:
+        for refusal in refusals:
             if refusal.pass_name == GEMM_PASS:
                 self._refusals[refusal.role, refusal.product].append(refusal)
         self._feeds: dict[str, list[str]] = defaultdict(list)
         for edge in edges:
             self._feeds[edge.consumer].append(edge.producer)
-        self._roots = {r.instruction: r.reason for r in log.refusals if r.pass_name == SOFTMAX_PASS}
+        self._roots = {r.instruction: r.reason for r in refusals if r.pass_name == SOFTMAX_PASS}
 
     def explain(self, edge: Edge) -> Explanation:
         """Returns the reason why the two launches of an edge stayed apart."""

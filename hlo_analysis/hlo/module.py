@@ -125,11 +125,6 @@ class Module:
         """Returns the computation that a run of the program executes."""
         return self.computations[self.entry_name]
 
-    @property
-    def is_scheduled(self) -> bool:
-        """Whether instructions execute in text order."""
-        return self.attributes.get("is_scheduled") == "true"
-
 
 def computation_text(module: Module, name: str) -> str:
     """Returns the original text of a computation.

@@ -37,7 +37,6 @@ from hlo_analysis.remedies.texts import (
     OVERLAP,
     PICKED,
     ROWS_UPDATED,
-    SCATTERED,
     WHOLE_SUM,
 )
 
@@ -172,10 +171,6 @@ def _saved(
             return *_reads(near[1:], stakes, device), []
         # The kernel's gradient computes again what is made of the rows' sums.
         stakes = [stake if elementwise_inputs(producer, stake.value.name) else _unkept(stake) for stake in stakes]
-    if remedy is SCATTERED:  # what the other readers take of it is still written
-        scatters = [reader for reader in near if has(reader, "scatter")]
-        part = _reads(scatters, stakes, device)[0] / max(_reads(near, stakes, device)[0], 1)
-        return *_cost(producer, scatters, stakes, device, part), [producer]
     if remedy is OVERLAP:  # its value is written for the others in any case: the link's time is at stake, a hotspot's
         return _cost(producer, near, stakes, device)[0], {}, []
     if remedy in (EPILOGUE, LINEAR_EPILOGUE):
@@ -190,13 +185,10 @@ def _unkept(stake: _Stake) -> _Stake:
 
 
 def _cost(
-    producer: LaunchRow, near: Sequence[LaunchRow], stakes: Sequence[_Stake], device: Device, part: float = 1.0
+    producer: LaunchRow, near: Sequence[LaunchRow], stakes: Sequence[_Stake], device: Device
 ) -> tuple[int, dict[int, float]]:
-    """Returns the bytes that need not move, and the microseconds that each launch saves.
-
-    part: which part of the written bytes need not be written, if nothing else needs them.
-    """
-    unwritten = int(part * sum(stake.written for stake in stakes if not stake.also_needed_by))
+    """Returns the bytes that need not move, and the microseconds that each launch saves."""
+    unwritten = sum(stake.written for stake in stakes if not stake.also_needed_by)
     if producer.kind == "copy" and unwritten:  # its readers read what was copied in its place
         at_stake = unwritten + producer.bytes_read * producer.repeat
         return at_stake, {producer.index: memory_us(producer, at_stake, device)}

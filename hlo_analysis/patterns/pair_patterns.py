@@ -9,8 +9,6 @@ from hlo_analysis.patterns.launch_patterns import LINEAR, has, is_product, only_
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Value
 
-# What is taken of a sorted array, or handed on of a reduced one, is at most this part of it.
-_SMALL_PART = 8
 _COUNTER = 8
 """Bytes of a loop's counter."""
 
@@ -22,13 +20,6 @@ def scatters_rows(scatter: LaunchRow) -> bool:
     if found is None or update is None:
         return False
     return any(update.shape.dimensions[axis] != 1 for axis in integers(found, "update_window_dims"))
-
-
-def continues_reduction(first: LaunchRow, second: LaunchRow) -> bool:
-    """Whether two launches are two steps of one reduction: both have its name, and the second reads only sums."""
-    names = [set(launch.facts.op_names("reduce")) for launch in (first, second)]
-    hands_sums = _SMALL_PART * second.bytes_read <= first.bytes_read
-    return has(first, "reduce") and hands_sums and bool(names[0] & names[1])
 
 
 def knows_all_steps(slice_: LaunchRow, reader: LaunchRow) -> bool:

@@ -40,11 +40,6 @@ class Traffic:
         """Returns the bytes that fusion saved: the unfused traffic minus the actual traffic."""
         return self.unfused_bytes - self.bytes
 
-    @property
-    def intensity(self) -> float:
-        """Returns the FLOPs per byte of HBM traffic."""
-        return self.flops / self.bytes if self.bytes else 0.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:

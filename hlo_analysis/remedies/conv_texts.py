@@ -12,11 +12,6 @@ FILTER_LAYOUT = Remedy(
     text=f"keep images and filters in the order that cuDNN reads (dimension_numbers={NUMBERS} of "
     "lax.conv_general_dilated), so that XLA transposes neither",
 )
-CONVOLVED_PARTS = Remedy(
-    kind="rewrite",
-    text="convolve the parts and add the results, conv(a, w[:, :, :n]) + conv(b, w[:, :, n:]), instead of joining a "
-    "and b first: cuDNN adds the first result while it writes the second, and no joined array is written",
-)
 SPREAD = Remedy(
     kind="rewrite",
     code="w = jnp.flip(w, (0, 1)).swapaxes(2, 3)  # best stored this way\n"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hlo_analysis.hlo.attributes import convolution_labels, integers, interior_padding, window, window_size
 from hlo_analysis.patterns.attention_scores import elements
-from hlo_analysis.patterns.launch_patterns import convolves, has
+from hlo_analysis.patterns.launch_patterns import convolves
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import conv_texts
 from hlo_analysis.remedies.texts import Remedy
@@ -22,8 +22,6 @@ def of_convolutions(producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy
         return conv_texts.SHIFTED
     if not all(map(convolves, readers)):
         return None
-    if has(producer, "concatenate"):
-        return conv_texts.CONVOLVED_PARTS
     return conv_texts.SPREAD if producer.phase == "forward" and _spreads_out(producer) else None
 
 

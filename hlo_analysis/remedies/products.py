@@ -22,7 +22,6 @@ from hlo_analysis.patterns.pair_patterns import (
     gathers,
     is_known_before,
     normalizes_sum,
-    sets_values,
 )
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import grouped, loop_texts, texts
@@ -61,8 +60,6 @@ def _before_product(table: Table, producer: LaunchRow, readers: Sequence[LaunchR
         return grouped.of_operand(table, readers)
     if dequantizes(producer):
         return texts.QUANTIZED
-    if has(producer, "scatter") and not sets_values(producer):
-        return texts.SUMMED_ROWS
     written = max(value.bytes for reader in readers for value in reader.outputs)
     if only_repeats(producer) and all(map(is_batched, readers)) and producer.bytes_written > written:
         return texts.UNREPEATED
@@ -87,15 +84,14 @@ def _after_product(table: Table, product: LaunchRow, readers: Sequence[LaunchRow
     if any(_gates(reader, table.launches) for reader in readers):
         return grouped.EPILOGUE if computes_groups(product) else texts.GATED_LINEAR
     if all(map(is_product, readers)):
-        return texts.CHAINED
+        return texts.ONE_KERNEL
     is_softmax = all(any(has(reader, opcode) for reader in readers) for opcode in ("exponential", "reduce"))
     is_loss = is_softmax and (takes_logarithms(table, readers) or _is_for_gradients(table, product, readers))
     if is_loss and product.phase == "forward" and not _needs_every_logit(table, product, readers):
         return texts.LINEAR_CROSS_ENTROPY
-    if 2 * sum(has(reader, "scatter") for reader in readers) >= len(readers):
-        return texts.SCATTERED
-    if any(gathers(reader, product) for reader in readers):
-        return texts.GATHERED_PRODUCT
+    scatters = 2 * sum(has(reader, "scatter") for reader in readers) >= len(readers)
+    if scatters or any(gathers(reader, product) for reader in readers):
+        return texts.EPILOGUE  # that takes indices
     if any(normalizes_sum(product, reader) for reader in readers):
         return texts.RESIDUAL_NORM
     if any(has(reader, "reduce") and reader.kind in ("reduction", "triton") for reader in readers):

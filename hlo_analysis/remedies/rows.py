@@ -17,7 +17,6 @@ from hlo_analysis.patterns.launch_patterns import (
     subtracts_row_maximum,
     sums_columns,
 )
-from hlo_analysis.patterns.pair_patterns import continues_reduction
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies import texts
 from hlo_analysis.remedies.table import ROWS_PER_SUM, Table
@@ -78,7 +77,7 @@ def _elementwise(producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy:
     is_joined = rotates(producer) and all(has(reader, "concatenate") for reader in readers)
     if is_joined or (has(producer, "sine") and all(map(rotates, readers))):
         return texts.ROPE
-    return texts.TWO_STEPS if len(readers) == 1 and continues_reduction(producer, readers[0]) else texts.ONE_KERNEL
+    return texts.ONE_KERNEL
 
 
 def rows_remedy(table: Table, ends: Sequence[LaunchRow]) -> Remedy:

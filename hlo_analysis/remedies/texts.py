@@ -130,15 +130,6 @@ RESIDUAL_NORM = Remedy(
     text="product, residual and the mean squares of their rows in one kernel; the next "
     "layer divides by their roots as it loads its input",
 )
-SCATTERED = Remedy(
-    kind="kernel",
-    text="a product that writes its rows, or adds them, where they belong: its epilogue takes the indices. What other "
-    "launches read of it is written as before",
-)
-GATHERED_PRODUCT = Remedy(
-    kind="kernel",
-    text="one that makes rows of the product as their indices take them; it pays where few are taken twice",
-)
 QUANTIZED = Remedy(
     kind="kernel",
     pattern="quantized_linear",
@@ -147,16 +138,6 @@ QUANTIZED = Remedy(
     code="y = (x @ w.astype(x.dtype)) * scale",
 )
 LINEAR_PROLOGUE = Remedy(kind="kernel", text="a product that does the work before it as its operand is loaded")
-SUMMED_ROWS = Remedy(
-    kind="kernel",
-    text="one that sums the rows of a block of results and multiplies the sums: sort the updates by index "
-    "(once, where a graph stays as it is), so that those of a block lie together",
-)
-CHAINED = Remedy(
-    kind="kernel",
-    text="both products in one kernel, which keeps a block of rows of the first on the chip; it pays where those rows "
-    "are short, since every block reads all of the second's weights",
-)
 NORM_LINEAR = Remedy(
     kind="kernel",
     pattern="norm_linear",
@@ -298,10 +279,6 @@ ROPE = Remedy(
     kind="kernel", pattern="rope", text="both halves rotated and joined in one kernel, of query and key at once"
 )
 ONE_KERNEL = Remedy(kind="kernel", text="one for both ends, which keeps the value on the chip")
-TWO_STEPS = Remedy(
-    kind="kernel",
-    text="one for the whole reduction, which the last of its blocks finishes: XLA makes a long one in two launches",
-)
 OWN_KERNEL = Remedy(
     kind="kernel",
     text="one in the library's place, which does the work beside it, too: XLA fuses no more into a library's "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import sys
 from collections.abc import Callable, Iterable
@@ -13,24 +12,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-_PLAIN = {
-    "−": "-", "–": "-", "—": "-", "‑": "-", "─": "-", "·": "*", "×": "x", "µ": "u", "μ": "u", "→": "->", "←": "<-",
-    "…": "...", "≈": "~", "≤": "<=", "≥": ">=", "\N{NO-BREAK SPACE}": " ", "²": "^2", "’": "'", "“": '"', "”": '"',
-}  # fmt: skip
-
 
 def write_plain_characters() -> None:
-    """Makes stdout and stderr write near characters in place of those that their encoding lacks."""
-    codecs.register_error("hlo_analysis.plain", _plain)
+    """Makes stdout and stderr write a question mark in place of what their encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="hlo_analysis.plain")
-
-
-def _plain(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(_PLAIN.get(each, "?") for each in error.object[error.start : error.end]), error.end
+            stream.reconfigure(errors="replace")
 
 
 def fitted(console: Console, tables: Iterable[Callable[[], Table]]) -> Table | Group:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from hlo_analysis.decisions.categories import CATEGORIES, OTHER_RULE
 from hlo_analysis.records import (
@@ -11,11 +13,13 @@ from hlo_analysis.records import (
     Comparison,
     Decision,
     Hotspot,
+    Intermediate,
     Launch,
     Measured,
     MissedFusion,
     Provenance,
     StrategyResult,
+    Trial,
     Value,
 )
 
@@ -138,20 +142,56 @@ def _strategy(result: StrategyResult, name: str, scopes: _Scopes) -> StrategyRes
 def _analysis(analysis: Analysis, label: str, scopes: _Scopes) -> Analysis:
     names = _Names(analysis)
     kernels, computations = _Aliases(prefix="kernel."), _Aliases(prefix="computation.")
+
+    def values(found: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(replace(value, name=names.alias(value.name)) for value in found)
+
+    def trial(found: Trial | None) -> Trial | None:
+        return replace(found, error=WITHHELD) if found and found.error else found
+
+    instead: dict[str, Callable[[Any], Any]] = {
+        **dict.fromkeys(("name", "value"), names.alias),
+        **dict.fromkeys(("remedy", "cause"), names.within),
+        **dict.fromkeys(("op_name", "hlo", "code"), lambda text: ""),
+        **dict.fromkeys(("source", "ptx"), lambda text: None),
+        **dict.fromkeys(("inputs", "outputs"), values),
+        "computation": computations.alias,
+        "scope": scopes.alias,
+        "scopes": lambda found: tuple((scopes.alias(scope), phase) for scope, phase in found),
+        "trial": trial,
+    }
+
+    def cleaned[Record: Launch | Decision | Intermediate | MissedFusion | Hotspot](record: Record) -> Record:
+        """Replaces the fields that say something of the program."""
+        own = [field.name for field in fields(record) if field.name in instead]
+        return replace(record, **{name: instead[name](getattr(record, name)) for name in own})
+
+    def kernel(launch: Launch) -> str | None:
+        return None if launch.kernel is None else kernels.alias(launch.kernel)
+
+    def ends(decision: Decision) -> dict[str, str]:
+        return {"producer": names.alias(decision.producer), "consumer": names.alias(decision.consumer)}
+
     return replace(
         analysis,
         label=label,
         provenance=_provenance(analysis.provenance),
-        launches=tuple(_launch(each, names, kernels, computations, scopes) for each in analysis.launches),
-        decisions=tuple(_decision(each, names, scopes) for each in analysis.decisions),
-        intermediates=tuple(replace(each, name=names.alias(each.name)) for each in analysis.intermediates),
-        missed=tuple(_missed(each, names, scopes) for each in analysis.missed),
-        hotspots=tuple(_hotspot(each, names, scopes) for each in analysis.hotspots),
+        launches=tuple(replace(cleaned(each), kernel=kernel(each)) for each in analysis.launches),
+        decisions=tuple(replace(cleaned(each), **ends(each), **_reason(each)) for each in analysis.decisions),
+        intermediates=tuple(map(cleaned, analysis.intermediates)),
+        missed=tuple(replace(cleaned(each), **_reason(each)) for each in analysis.missed),
+        hotspots=tuple(map(cleaned, analysis.hotspots)),
         silent=tuple((names.alias(name), names.within(reason)) for name, reason in analysis.silent),
         measured=None if analysis.measured is None else _measured(analysis.measured, names, kernels),
         ptx=(),
         source_lines=(),
     )
+
+
+def _reason(record: Decision | MissedFusion) -> dict[str, str]:
+    """Returns the category, and its sentence in place of the compiler's words."""
+    known = record.category if record.category in CATEGORIES else OTHER_RULE
+    return {"category": known, "reason": f"[{CATEGORIES[known]}]"}
 
 
 def _provenance(provenance: Provenance) -> Provenance:
@@ -165,73 +205,6 @@ def _provenance(provenance: Provenance) -> Provenance:
         arguments=tuple(arguments),
         compiler_options=_without_paths(provenance.compiler_options),
         notes=(NOTE,),
-    )
-
-
-def _launch(launch: Launch, names: _Names, kernels: _Aliases, computations: _Aliases, scopes: _Scopes) -> Launch:
-    def values(all_of_them: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(replace(value, name=names.alias(value.name)) for value in all_of_them)
-
-    return replace(
-        launch,
-        name=names.alias(launch.name),
-        kernel=None if launch.kernel is None else kernels.alias(launch.kernel),
-        computation=computations.alias(launch.computation),
-        scope=scopes.alias(launch.scope),
-        scopes=tuple((scopes.alias(scope), phase) for scope, phase in launch.scopes),
-        source=None,
-        op_name="",
-        inputs=values(launch.inputs),
-        outputs=values(launch.outputs),
-        hlo="",
-        ptx=None,
-    )
-
-
-def _category(category: str) -> tuple[str, str]:
-    """Returns the category, and its sentence in place of the compiler's words."""
-    known = category if category in CATEGORIES else OTHER_RULE
-    return known, f"[{CATEGORIES[known]}]"
-
-
-def _decision(decision: Decision, names: _Names, scopes: _Scopes) -> Decision:
-    category, reason = _category(decision.category)
-    return replace(
-        decision,
-        producer=names.alias(decision.producer),
-        consumer=names.alias(decision.consumer),
-        category=category,
-        reason=reason,
-        scope=scopes.alias(decision.scope),
-    )
-
-
-def _missed(missed: MissedFusion, names: _Names, scopes: _Scopes) -> MissedFusion:
-    category, reason = _category(missed.category)
-    trial = missed.trial
-    return replace(
-        missed,
-        value=names.alias(missed.value),
-        category=category,
-        reason=reason,
-        remedy=names.within(missed.remedy),
-        scope=scopes.alias(missed.scope),
-        source=None,
-        code="",
-        trial=replace(trial, error=WITHHELD) if trial and trial.error else trial,
-    )
-
-
-def _hotspot(hotspot: Hotspot, names: _Names, scopes: _Scopes) -> Hotspot:
-    trial = hotspot.trial
-    return replace(
-        hotspot,
-        cause=names.within(hotspot.cause),
-        remedy=names.within(hotspot.remedy),
-        scope=scopes.alias(hotspot.scope),
-        source=None,
-        code="",
-        trial=replace(trial, error=WITHHELD) if trial and trial.error else trial,
     )
 
 

@@ -6,14 +6,13 @@ import re
 from dataclasses import dataclass
 
 from hlo_analysis.errors import DumpError
+from hlo_analysis.hlo.lexer import unquote
 
 _STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
 # A field with its scalar, the start or end of a message, or what separates them.
 _PART = re.compile(
     rf"(?P<name>[A-Za-z_]\w*)\s*(?::\s*(?P<scalar>{_STRING}|[-+\w.]+)|:?\s*(?P<open>\{{))|(?P<close>\}})|\s+|\#[^\n]*"
 )
-_ESCAPE = re.compile(rb"\\([0-7]{1,3}|.)", re.DOTALL)
-_NAMED = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
 
 
 class Quoted(str):
@@ -67,7 +66,7 @@ def parse_textproto(text: str) -> Message:
             name, fields = open_.pop()
             open_[-1][1].append((name, Message(tuple(fields))))
         elif value := found["scalar"]:
-            open_[-1][1].append((found["name"], _unquote(value) if value.startswith('"') else value))
+            open_[-1][1].append((found["name"], Quoted(unquote(value)) if value.startswith('"') else value))
     if len(open_) > 1:
         raise DumpError(f"{_line(text, position)}: the text ends inside {open_[-1][0]}, '}}' expected")
     return Message(tuple(open_[0][1]))
@@ -75,17 +74,6 @@ def parse_textproto(text: str) -> Message:
 
 def _line(text: str, position: int) -> str:
     return f"text proto, line {text.count(chr(10), 0, position) + 1}"
-
-
-def _unquote(literal: str) -> Quoted:
-    """Returns a string literal's text. Escapes stand for bytes, and the bytes for UTF-8, as in protobuf."""
-
-    def replace(match: re.Match[bytes]) -> bytes:
-        escape = match.group(1)
-        return bytes([int(escape, 8) & 255]) if escape[:1] in b"01234567" else _NAMED.get(escape, escape)
-
-    data = _ESCAPE.sub(replace, literal[1:-1].encode("utf-8", "surrogateescape"))
-    return Quoted(data.decode("utf-8", "surrogateescape"))
 
 
 def format_textproto(message: Message, depth: int = 0) -> str:

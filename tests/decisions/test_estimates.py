@@ -82,15 +82,6 @@ def test_an_epilogue_holds_no_reader_that_needs_another(is_dependent: bool) -> N
     assert found.bytes_at_stake == (100 if is_dependent else 300) * MIB
 
 
-def test_a_product_still_writes_the_part_that_it_does_not_scatter() -> None:
-    program = Program().launch("p", {"x": 100, "w": 10}, 100, **DOT, phase="backward")
-    program.launch("s", {"p": 100, "i": 1}, 50, "scatter", opcodes=("scatter",), phase="backward")
-    program.launch("e", {"p": 100, "z": 100}, 100, phase="backward")
-    found = of(program, "p")
-    assert found.remedy == text_of(texts.SCATTERED)
-    assert found.bytes_at_stake == 150 * MIB  # the scatter's reading, and half of what is written
-
-
 def test_what_a_loop_computes_of_arguments_alone_may_precede_it() -> None:
     program = Program().launch("n", {"points": 100}, 10, "reduction", opcodes=("reduce",), flops=1, repeat=8)
     program.launch("d", {"n": 10, "d": 10}, 10, repeat=8)

@@ -126,7 +126,7 @@ def test_groups_of_rows_want_a_grouped_product() -> None:
 def test_two_products_in_a_row_are_no_epilogue() -> None:
     program = Program().launch("o", {"p": 10, "v": 10}, 10, "triton_gemm", opcodes=("dot",))
     (missed,) = program.launch("y", {"o": 10, "w": 10}, 10, "loop", opcodes=("dot",)).rank()
-    assert missed.remedy == text_of(texts.CHAINED)
+    assert missed.remedy == text_of(texts.ONE_KERNEL)
 
 
 def test_the_gates_of_a_recurrent_cell_are_no_gated_product() -> None:

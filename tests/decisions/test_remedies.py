@@ -111,18 +111,6 @@ def test_a_norm_before_a_product_is_not_of_the_rows_after_it() -> None:
     assert remedy == text_of(texts.ONE_KERNEL)
 
 
-def test_the_steps_of_one_reduction_are_told_by_their_name() -> None:
-    def remedy(first: str, second: str, read: int = 900) -> str:
-        hlo = '%r = f32[8]{{0}} reduce(%a, %b), dimensions={{0}}, to_apply=%add, metadata={{op_name="{}"}}'
-        program = Program().launch("a", {"x": read}, 50, "reduction", opcodes=("reduce",), hlo=hlo.format(first))
-        program.launch("b", {"a": 50}, 1, "reduction", opcodes=("reduce",), hlo=hlo.format(second))
-        return program.rank()[0].remedy
-
-    assert remedy("f/reduce_sum", "f/reduce_sum") == text_of(texts.TWO_STEPS)
-    assert remedy("f/reduce_sum", "g/reduce_sum") == text_of(texts.ONE_KERNEL)
-    assert remedy("f/reduce_sum", "f/reduce_sum", read=100) == text_of(texts.ONE_KERNEL)  # no sums are handed
-
-
 def test_what_an_iteration_hands_the_next_cannot_leave_the_loop() -> None:
     program = Program().launch("r", {"h": 10}, 10, computation="body", repeat=9)
     program.launch("h", {"r": 10}, 10, computation="body", repeat=9)

@@ -51,7 +51,7 @@ def test_a_correction_of_low_rank_is_added_in_one_kernel(of: str, between: str, 
     assert remedies["wide"].startswith(text_of(remedy))
 
 
-@pytest.mark.parametrize(("rank", "remedy"), [(16, texts.LORA_LINEAR), (1024, texts.CHAINED)])
+@pytest.mark.parametrize(("rank", "remedy"), [(16, texts.LORA_LINEAR), (1024, texts.ONE_KERNEL)])
 def test_a_correction_of_weights_is_better_made_of_rows(rank: int, remedy: texts.Remedy) -> None:
     """x @ (w + a @ b); a rank of 1024 is none."""
     program = Program().launch("sum", {"a": 1, "b": 1, "w": 32}, 32, "triton_gemm", opcodes=("dot", "add"))

@@ -41,7 +41,7 @@ def test_columns_are_left_out_before_rows_are_listed():
 
 
 @pytest.mark.parametrize("words", [["targets"], ["kernels"], ["strategies"], ["study", "--list"]])
-def test_without_utf_8_near_characters_are_written(words):
+def test_without_utf_8_what_can_be_written_is(words):
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "COLUMNS": "60"}
     command = [sys.executable, "-m", "xlafuse.cli", *words]
     done = subprocess.run(command, capture_output=True, env=environment, check=False)
