@@ -14,7 +14,6 @@ from pathlib import Path
 
 import jaxlib
 import pytest
-from xlafuse.models.support import applicable
 
 from hlo_analysis import Analysis, Capture, analyze
 from hlo_analysis.capture import capture
