@@ -58,7 +58,7 @@ _CLASSES = {
     "attention": ("attention",),
     "attention with a cache": ("decode_attention",),
     "embedding": ("embedding",),
-    "recommendation": ("embedding_bag", "dot_interaction"),
+    "recommendation": ("dot_interaction",),
 }  # fmt: skip
 
 
