@@ -332,6 +332,7 @@ class Matcher:
             own, other = wanted.value.shape, found.value.shape
             is_moved = sorted(n for n in own if n > 1) == sorted(n for n in other if n > 1)
             how = f"in another layout than {own}" if is_moved else f"and {own} in {self._operation}"
+            how = how if own != other else f"and {self._operation} reads it in another order"
             return self._fail(found, f"{name} is {other}, {how}")
         if so_far.arrays.get(name, binding) != binding:
             return self._fail(found, f"the program reads several arrays where {self._operation} reads {name} again")
