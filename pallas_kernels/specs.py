@@ -122,8 +122,8 @@ def plain(arguments: Arguments) -> dict[str, Any]:
 class ArgSpec:
     """One call of an operation, shared by the tests, the benchmark and the tuner.
 
-    tags: "test" (small enough for the interpreter), "gpu" (tested on a GPU only), "bench" (timed), "block" (occurs in
-        the transformer block), "ragged", "extreme", "empty".
+    tags: "test" (small enough for the interpreter), "gpu" (compiled for the H200 by tests, and run by tests/gpu),
+        "bench" (timed), "block" (occurs in the transformer block), "ragged", "extreme", "empty".
     """
 
     name: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,28 +17,36 @@ from pallas_kernels.primitives.platform import is_interpreted
 from pallas_kernels.primitives.sharing import traced_once
 
 
+def operation[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """Wraps the public function of an operation, which has an `implementation`.
+
+    Its arrays are promoted as `usual_promotion` says. All implementations but "xla" refuse derivatives that the kernels
+    do not have, and are cut over the devices of their arguments by the function's `dimensions` (see `partitioned.py`).
+    """
+    promoted = usual_promotion(function)
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if kwargs.get("implementation") in ("xla", ("xla",), ["xla"]):
+            return promoted(*args, **kwargs)
+        args, kwargs = first_order(function.__name__, (args, kwargs))
+        return call_operation(function.__name__, promoted, getattr(called, "dimensions", None), args, kwargs)
+
+    return called
+
+
 def usual_promotion[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """Wraps `function` so that arrays in it are promoted and broadcast under JAX's defaults.
 
     `jax_numpy_dtype_promotion="strict"` and `jax_numpy_rank_promotion="raise"` are for the caller's own expressions.
-    In an operation, which has an `implementation`, all but "xla" refuse derivatives that its kernels do not have.
     """
-    is_operation = "implementation" in inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def promoting(*args: P.args, **kwargs: P.kwargs) -> T:
-        if is_operation and kwargs.get("implementation") not in ("xla", ("xla",), ["xla"]):
-            args, kwargs = first_order(function.__name__, (args, kwargs))
-            dimensions = getattr(promoting, "dimensions", None)
-            return call_operation(function.__name__, promoted, dimensions, args, kwargs)
-        return promoted(*args, **kwargs)
 
     @functools.wraps(function)
     def promoted(*args: P.args, **kwargs: P.kwargs) -> T:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return function(*args, **kwargs)
 
-    return promoting
+    return promoted
 
 
 def kernel(body: Callable[..., Any], *, products: Products | None = None, **options: Any) -> Callable[..., Any]:

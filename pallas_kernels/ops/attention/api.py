@@ -20,7 +20,7 @@ from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.exponents import LOWEST_SCORE
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation, usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16")
 
@@ -30,7 +30,7 @@ MOSAIC_DTYPES = ("bfloat16", "float16")
     "dropout_mask: b (g r) t s, dropout_key: key of b (g r) _, "
     "segment_ids: b t, segment_ids.0: b t, segment_ids.1: b s, sinks: (g r) -> b t (g r) d, b (g r) t"
 )
-@usual_promotion
+@operation
 def attention(
     query: jax.Array,
     key: jax.Array,

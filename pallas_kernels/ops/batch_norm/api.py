@@ -16,7 +16,7 @@ from pallas_kernels.primitives.checks import added_number, as_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 MOST_XLA_ROWS = 64
 """Up to this number of rows, XLA computes the statistics, the result and the gradient: for 4096 features of 16 bits it
@@ -30,7 +30,7 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> Any:
 
 
 @shares("x: +... d, scale: d, bias: d -> ... d, d, d", _from_parts)
-@usual_promotion
+@operation
 def batch_norm(
     x: jax.Array,
     scale: jax.Array,

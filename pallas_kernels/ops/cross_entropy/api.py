@@ -21,7 +21,7 @@ from pallas_kernels.primitives.checks import as_arrays, finite_number, static_in
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 Reduction = Literal["none", "sum", "mean"]
 IGNORED = -1
@@ -37,7 +37,7 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Ar
 
 
 @shares(partial(dimensions, inputs="logits: ... +v"), _from_parts)
-@usual_promotion
+@operation
 def cross_entropy(
     logits: jax.Array,
     labels: jax.Array,

@@ -17,7 +17,7 @@ from pallas_kernels.ops.decode_attention.reference import appended, decode_atten
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays, positive_number, static_integer
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation, usual_promotion
 
 DTYPES = ("bfloat16", "float16")
 MOST_TOKENS = 8
@@ -35,7 +35,7 @@ def _dimensions(arguments: Mapping[str, Any]) -> str:
 
 
 @shares(_dimensions)
-@usual_promotion
+@operation
 def decode_attention(
     query: jax.Array,
     key_cache: jax.Array,

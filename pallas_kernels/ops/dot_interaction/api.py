@@ -16,14 +16,14 @@ from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import DTYPES
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
 from pallas_kernels.primitives.rows import THREADS
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 MOST_FEATURES = 512
 """The largest vector size: 64 vectors of it take 64 KiB of shared memory."""
 
 
 @shares("features: ... f d -> ... !p")
-@usual_promotion
+@operation
 def dot_interaction(
     features: jax.Array, *, self_interaction: bool = False, implementation: Implementation = None
 ) -> jax.Array:

@@ -12,13 +12,13 @@ from pallas_kernels.ops._norms.norm import NormName
 from pallas_kernels.ops.dropout_residual_norm.reference import dropout_residual_norm_reference
 from pallas_kernels.primitives.checks import as_arrays, dropout_words
 from pallas_kernels.primitives.dimensions import shares
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 _NORMS = ("rms_norm", "layer_norm")
 
 
 @shares("x: ... !d, scale: d, bias: d, residual: ... d, key: key of ... d -> ... d, ... d")
-@usual_promotion
+@operation
 def dropout_residual_norm(
     x: jax.Array,
     scale: jax.Array | None = None,

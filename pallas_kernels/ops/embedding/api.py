@@ -20,7 +20,7 @@ from pallas_kernels.primitives.checks import as_arrays, as_int32, check_lookup, 
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import MOSAIC_DTYPES, dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 MODES = ("fill", "clip", "promise_in_bounds")
 _MOST_INDICES = 2**30 - 1
@@ -44,7 +44,7 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Ar
 
 
 @shares("table: +v d, ids: ... -> ... d", _from_parts)
-@usual_promotion
+@operation
 def embedding(
     table: jax.Array,
     ids: jax.Array,

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.primitives.checks import as_arrays, as_int32, check_lookup, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 MODES = ("sum", "mean")
 
 
 @shares("table: r d, indices: ... i, weights: ... i -> ... d")
-@usual_promotion
+@operation
 def embedding_bag(
     table: jax.Array,
     indices: jax.Array,

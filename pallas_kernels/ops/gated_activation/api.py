@@ -17,7 +17,7 @@ from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 
 def _dimensions(arguments: Mapping[str, Any]) -> str:
@@ -26,7 +26,7 @@ def _dimensions(arguments: Mapping[str, Any]) -> str:
 
 
 @shares(_dimensions)
-@usual_promotion
+@operation
 def gated_activation(
     gate: jax.Array,
     up: jax.Array | None = None,

@@ -20,14 +20,14 @@ from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 
 @shares(
     "x: ... k, w_gate: k n, w_up: k n, bias_gate: n, bias_up: n, norm.scale: !e, norm.bias: e, norm.mean_square: ... "
     "-> ... n"
 )
-@usual_promotion
+@operation
 def gated_linear(
     x: jax.Array,
     w_gate: jax.Array,

@@ -16,7 +16,7 @@ from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, as_int32, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import varying_alike
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 
 def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Array:
@@ -28,7 +28,7 @@ _DIMENSIONS = "x: m k, w_gate: +g k n, w_up: g k n, bias_gate: g n, bias_up: g n
 
 
 @shares(_DIMENSIONS, _from_parts)
-@usual_promotion
+@operation
 def grouped_gated_linear(
     x: jax.Array,
     w_gate: jax.Array,

@@ -18,7 +18,7 @@ from pallas_kernels.primitives.checks import as_arrays, as_int32, optional_array
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES, FEWEST_OUTPUTS
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 
 def _dimensions(arguments: Mapping[str, Any]) -> str:
@@ -56,7 +56,7 @@ def of_own_groups(
 
 
 @shares(_dimensions, _from_parts)
-@usual_promotion
+@operation
 def grouped_linear(
     x: jax.Array,
     w: jax.Array,

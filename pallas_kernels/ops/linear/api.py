@@ -34,7 +34,7 @@ from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.odd_sizes import matmul
 from pallas_kernels.primitives.platform import varying_alike
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 from pallas_kernels.primitives.triton_calls import triton_missing
 
 
@@ -48,7 +48,7 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Ar
 
 
 @shares("x: ... +k, w: k n, bias: n, residual: ... n -> ... n", _from_parts, scatters=True)
-@usual_promotion
+@operation
 def linear(
     x: jax.Array,
     w: jax.Array,

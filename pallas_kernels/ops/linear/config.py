@@ -35,13 +35,13 @@ def tuned_key(
     out_dtype: jnp.dtype,
 ) -> tuning.Key:
     """Returns the layer's key in the tuned table; reads only shapes and dtypes of the arrays."""
-    epilogue = {"bias": bias is not None, activation: activation is not None, "residual": residual is not None}
+    present = ("bias" if bias is not None else None, activation, "residual" if residual is not None else None)
     return {
         "rows": tuning.near(prod(x.shape[:-1])),
         "features": w.shape[0],
         "outputs": w.shape[1],
         "dtype": x.dtype.name if out_dtype == x.dtype else f"{x.dtype.name}-to-{out_dtype.name}",
-        "behind": "+".join(str(name) for name, is_there in epilogue.items() if is_there) or "nothing",
+        "behind": "+".join(filter(None, present)) or "nothing",
     }
 
 

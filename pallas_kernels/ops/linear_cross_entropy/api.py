@@ -42,7 +42,7 @@ from pallas_kernels.primitives.gemm.operands import COLUMNS, FEWEST_OUTPUTS, ope
 from pallas_kernels.primitives.hopper import TMA_ROWS
 from pallas_kernels.primitives.odd_sizes import MATRICES, matmul, padding_of
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 
 def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Array:
@@ -56,7 +56,7 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Ar
 
 
 @shares(partial(dimensions, inputs="hidden: ... k, w: k +v"), _from_parts)
-@usual_promotion
+@operation
 def linear_cross_entropy(
     hidden: jax.Array,
     w: jax.Array,

@@ -20,7 +20,7 @@ from pallas_kernels.ops.linear_residual_norm.reference import linear_residual_no
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import varying_alike
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 
 def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
@@ -34,7 +34,7 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> tuple[
 
 
 @shares("x: ... +k, w: k !n, residual: ... n, bias: n -> ... n, ...", _from_parts, scatters=True)
-@usual_promotion
+@operation
 def linear_residual_norm(
     x: jax.Array,
     w: jax.Array,

@@ -20,7 +20,7 @@ from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.gradients import with_backward
 from pallas_kernels.primitives.platform import varying_alike
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 MOST_RANK = 128
 
@@ -32,7 +32,7 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Ar
 
 
 @shares("x: ... +k, w: k n, a: k !r, b: r n, bias: n -> ... n", _from_parts, scatters=True)
-@usual_promotion
+@operation
 def lora_linear(
     x: jax.Array,
     w: jax.Array,

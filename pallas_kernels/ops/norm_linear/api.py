@@ -10,11 +10,11 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ops.linear.api import apply_linear
 from pallas_kernels.ops.norm_linear.config import preference
 from pallas_kernels.primitives.dimensions import shares
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 
 @shares("x: ... k, w: k n, norm.scale: !e, norm.bias: e, norm.mean_square: ..., bias: n, residual: ... n -> ... n")
-@usual_promotion
+@operation
 def norm_linear(
     x: jax.Array,
     w: jax.Array,

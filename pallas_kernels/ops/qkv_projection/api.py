@@ -25,7 +25,7 @@ from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.row_tiles import HEAD_SIZES
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 _BIASES = ("the bias of w_q", "the bias of w_k", "the bias of w_v")
 
@@ -48,7 +48,7 @@ def _table_dimensions(arguments: Mapping[str, Any], name: str) -> str:
 
 
 @shares(_dimensions)
-@usual_promotion
+@operation
 def qkv_projection(
     x: jax.Array,
     w_q: jax.Array,

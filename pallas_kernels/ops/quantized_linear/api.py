@@ -29,14 +29,14 @@ from pallas_kernels.primitives.few_rows.config import MOST_ROWS
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES, FEWEST_OUTPUTS
 from pallas_kernels.primitives.integers import SPAN, is_packed_dtype
 from pallas_kernels.primitives.platform import varying_alike
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation, usual_promotion
 
 _LINE_BYTES = 128
 """Features of an output that come at once: rows of the weights are whole multiples."""
 
 
 @shares("x: ... k, w.values: n k, w.scales: q n, bias: n, residual: ... n -> ... n")
-@usual_promotion
+@operation
 def quantized_linear(
     x: jax.Array,
     w: QuantizedWeight,

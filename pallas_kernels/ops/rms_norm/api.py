@@ -12,7 +12,7 @@ from pallas_kernels.ops._norms.apply import run_norm
 from pallas_kernels.ops._norms.reference import rms_norm_reference
 from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.dimensions import shares
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 
 def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> Any:
@@ -22,7 +22,7 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> Any:
 
 
 @shares("x: ... +d, scale: d, residual: ... d -> ... d, ... d", _from_parts)
-@usual_promotion
+@operation
 def rms_norm(
     x: jax.Array,
     scale: jax.Array,

@@ -17,7 +17,7 @@ from pallas_kernels.ops.rope.tables import check_tables, rotating, row_tables
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays, positive_number, static_flag, static_integer
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 
 HEAD_SIZES = (16, 32, 64, 128, 256, 512)
 
@@ -30,7 +30,7 @@ def _dimensions(arguments: Mapping[str, Any]) -> str:
 
 
 @shares(_dimensions)
-@usual_promotion
+@operation
 def rope(
     query: jax.Array,
     key: jax.Array | None = None,

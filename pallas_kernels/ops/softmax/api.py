@@ -19,7 +19,7 @@ from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import operation
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
 
@@ -31,7 +31,7 @@ def _dimensions(arguments: Mapping[str, Any]) -> str:
 
 
 @shares(_dimensions)
-@usual_promotion
+@operation
 def softmax(
     x: jax.Array,
     *,
