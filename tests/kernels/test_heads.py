@@ -34,15 +34,15 @@ CASES = [
 ]
 
 
-def normalised_and_rotated(products, scales, positions, size, normed, rotated):
-    """Query and key in the products' dtype, unrounded for float64."""
+def normalised_and_rotated(products, scales, tables, size, normed):
+    """Query and key in the products' dtype, unrounded for float64. tables: of cosines and sines, or None."""
     query, key = (product.reshape(1, product.shape[0], -1, size) for product in products)
     query, key = (
         _norm(heads, scale) if is_normed else heads
         for heads, scale, is_normed in zip((query, key), scales, normed, strict=True)
     )
-    if rotated:
-        query, key = rope_reference(query, key, positions, theta=THETA)
+    if tables is not None:
+        query, key = rope_reference(query, key, cos=tables[0], sin=tables[1])
     return [heads.reshape(product.shape) for heads, product in zip((query, key), products, strict=True)]
 
 
@@ -95,7 +95,7 @@ def test_heads_and_their_gradients(rows, counts, size, dtype, normed, rotated, s
 
         @jax.jit
         def exact(products, scales):
-            return normalised_and_rotated(products, scales, positions, size, normed, rotated)
+            return normalised_and_rotated(products, scales, tables, size, normed)
 
         results, pullback = jax.vjp(exact, wide, [jnp.asarray(scale, jnp.float64) for scale in scales])
         gradients, scale_gradients = pullback([jnp.asarray(d, jnp.float64) for d in cotangents[:2]])
