@@ -226,6 +226,31 @@ _CHECKS: dict[str, Check] = {
 }
 
 
+_CALLS = {
+    "attention": "y = attention(query, key, value)  # is_causal=True where a query sees no later key",
+    "batch_norm": "y, mean, variance = batch_norm(x, scale, bias)",
+    "cross_entropy": "losses = cross_entropy(logits, labels)",
+    "embedding": "rows = embedding(table, ids)",
+    "gated_linear": 'y = gated_linear(x, w_gate, w_up, activation="silu")',
+    "grouped_gated_linear": 'y = grouped_gated_linear(x, w_gate, w_up, group_sizes, activation="silu")',
+    "grouped_linear": "y = grouped_linear(x, w, group_sizes)  # where jax.lax.ragged_dot was",
+    "layer_norm": "y = layer_norm(x, scale, bias)\n"
+    "# or of a sum, which it returns too:\n"
+    "y, summed = layer_norm(x, scale, bias, residual=residual)",
+    "linear": "y = linear(x, w, bias=bias, activation=activation, residual=residual)",
+    "linear_cross_entropy": "losses = linear_cross_entropy(hidden, w, labels)",
+    "linear_residual_norm": "y, mean_square = linear_residual_norm(x, w, residual=residual)",
+    "lora_linear": "y = lora_linear(x, w, a, b, alpha=alpha)",
+    "norm_linear": "y = norm_linear(x, w, norm=norm)",
+    "quantized_linear": "y = quantized_linear(x, w)",
+    "rms_norm": "y = rms_norm(x, scale)\n"
+    "# or of a sum, which it returns too:\n"
+    "y, summed = rms_norm(x, scale, residual=residual)",
+    "rope": "query, key = rope(query, key, positions, theta=theta)",
+    "softmax": "y = softmax(x)",
+}
+
+
 def _none(launches: Sequence[LaunchRow]) -> str:
     """Says nothing of the launches."""
     return ""
@@ -238,7 +263,8 @@ def _kernel(
     note: Callable[[Sequence[LaunchRow]], str] = _none,
     call: Callable[[Sequence[LaunchRow]], str] = _none,
 ) -> Kernel:
-    code = "" if name == "padded_product" else f"from xlafuse.kernels import {name}  # see `xlafuse kernels {name}`"
+    usual = _CALLS.get(name, "fn = xlafuse.fuse(fn)  # which calls it here")
+    code = "" if name == "padded_product" else f"from xlafuse.kernels import {name}\n\n{usual}"
     return Kernel(
         name=name,
         pattern=pattern,
