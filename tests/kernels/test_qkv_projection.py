@@ -94,6 +94,14 @@ def test_the_gradient_rotates_back_without_a_launch_that_negates_positions():
     assert "[8] = neg" not in program
 
 
+def test_angles_are_those_of_float64():
+    positions = np.array([0, 1, 77, 131071, 2**31 - 1], np.int32)
+    cosine, sine = angle_tables(jnp.asarray(positions), 128, 500_000.0)
+    exact = positions[:, None].astype(np.float64) * 500_000.0 ** (-np.arange(64) / 64)
+    np.testing.assert_allclose(cosine, np.cos(exact), atol=3e-7)
+    np.testing.assert_allclose(sine, np.sin(exact), atol=3e-7)
+
+
 def test_a_folded_scale_is_the_scale():
     x, *weights = arrays(dtype=jnp.float32)
     norm = Norm(1 + 0.1 * normal(9, (128,)))

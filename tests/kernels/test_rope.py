@@ -11,17 +11,19 @@ import pytest
 from draws import normal
 
 from pallas_kernels import rope
-from pallas_kernels.ops.rope.angles import angle_tables
+from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
 from pallas_kernels.ops.rope.pairs import HeadTile
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0, 2.0])
-def test_angles_are_rounded_twice(theta):
-    """The frequency, and its product with the position."""
-    positions = np.concatenate([np.arange(-50, 300), [4095, 131071, 10**6]]).astype(np.int32)
-    cosine, sine = angle_tables(jnp.asarray(positions), 128, theta)
-    angle = positions.astype(np.float64)[:, None] * theta ** (-np.arange(64) / 64)
-    tolerance = 1e-6 + 2.0**-23 * np.abs(angle)
+def test_angles_are_exact_at_all_positions(theta):
+    positions = np.concatenate([np.arange(-50, 300), [4095, 131071, 131072, 10**6, 2**31 - 1]]).astype(np.int32)
+    whole, fraction = turns(128, theta)
+    cosine, sine = cosine_and_sine(jnp.asarray(positions)[:, None], jnp.asarray(whole), jnp.asarray(fraction))
+    frequency = np.longdouble(theta) ** (-np.arange(64, dtype=np.longdouble) / 64)
+    angle = positions.astype(np.longdouble)[:, None] * frequency
+    # The last position's product has 31 bits beside the frequency's rounding in float64.
+    tolerance = np.where(np.abs(positions) > 10**7, 2e-6, 2.5e-7)[:, None]
     assert (np.abs(np.asarray(cosine) - np.cos(angle)) < tolerance).all()
     assert (np.abs(np.asarray(sine) - np.sin(angle)) < tolerance).all()
 

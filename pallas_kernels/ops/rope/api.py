@@ -66,9 +66,9 @@ def rope(
         interleaved: True: columns 2i and 2i + 1 of a head form a pair (GPT-J). False: columns i and i + `rotated` / 2
             do (GPT-NeoX, Llama).
         implementation: one of the names below, a sequence of them in order of preference, or None.
-            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. `rotated` must be
-            a power of two, from 16 to 512, that divides the head size.
-            "xla": always runs.
+            "mosaic": one Mosaic GPU kernel, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Angles of positions
+            are exact for all of them. `rotated` must be a power of two, from 16 to 512, that divides the head size.
+            "xla": always runs; its angles of positions are float32.
             None: "mosaic" if it can run, for at least 4 tokens; else "xla".
 
     Returns:
@@ -97,7 +97,7 @@ def rope(
     if chosen == "xla" or query.size == 0 or (key is not None and key.size == 0):
         return rope_reference(query, key, positions, cos=cos, sin=sin, theta=theta, **form)
     if positions is not None:
-        tables = angle_tables(positions.reshape(-1), size, theta)
+        tables = angle_tables(positions.astype(jnp.int32).reshape(-1), size, theta)
     else:
         assert cos is not None and sin is not None
         tables = row_tables(cos, sin, query.shape[:2])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops.rope.angles import angle_tables
-
 
 def rope_reference(
     query: jax.Array,
@@ -23,7 +21,9 @@ def rope_reference(
     wide = jnp.promote_types(query.dtype, jnp.float32)
     size = query.shape[-1] if rotated is None else rotated
     if positions is not None:
-        cos, sin = angle_tables(positions, size, theta, wide)
+        frequency = theta ** (-jnp.arange(size // 2, dtype=wide) / (size // 2))
+        angle = positions.astype(wide)[..., None] * frequency
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
     assert cos is not None and sin is not None
     cosines, sines = (_members(_by_token(table, query).astype(wide), size, interleaved) for table in (cos, sin))
 
