@@ -86,6 +86,7 @@ def report_of(
     import xlafuse
     from hlo_analysis.capture.lowering import describe_arguments, function_name, leave_out_packages, tracing_error
     from xlafuse.findings import over_arrays, traced_for
+    from xlafuse.fusion.api import UNSEEN_SHARDINGS
 
     reports: list[Report] = []
     try:
@@ -104,7 +105,8 @@ def report_of(
             + tracing_error(error, "have --args return the module, and --fn take it as an argument")
         ) from error
     report = reports[-1]
-    return replace(report, taken=(*report.taken, *report.undifferentiated), undifferentiated=())
+    notes = tuple(note for note in report.notes if note != UNSEEN_SHARDINGS)  # it is traced for one device
+    return replace(report, notes=notes, taken=(*report.taken, *report.undifferentiated), undifferentiated=())
 
 
 def worse_in(

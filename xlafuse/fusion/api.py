@@ -25,7 +25,7 @@ from xlafuse.fusion.report import Report, make_report
 from xlafuse.fusion.spellings import spellings
 
 ALLOWANCES = ("rounding",)
-_UNSEEN_SHARDINGS = (
+UNSEEN_SHARDINGS = (
     "A trace cannot see how jax.jit spreads arrays: where the program is compiled for several devices, they share a "
     "site's work, or XLA computes it, and a KernelWarning says so."
 )
@@ -111,7 +111,7 @@ def fuse[**P, T](
             in_gradient = any(map(_has_tangent, inputs))
             told = make_report(name, found.plan, found.implementations, outside=__file__, in_gradient=in_gradient)
             unseen = told.taken and may_be_partitioned() and jax.device_count() > 1
-            report(replace(told, notes=(_UNSEEN_SHARDINGS,)) if unseen else told)
+            report(replace(told, notes=(UNSEEN_SHARDINGS,)) if unseen else told)
         if any(isinstance(each, Tracer) for each in inputs):
             return found.call(*inputs)
         return eval_jaxpr(found.program.jaxpr, found.program.consts, *inputs)
