@@ -202,7 +202,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 _SCALE = {"nsecond": 1e-3, "ns": 1e-3, "msecond": 1e3, "ms": 1e3, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
-"""Of microseconds and bytes."""
+"""Factors to microseconds and bytes, by unit."""
 
 
 def _number(text: str, unit: str) -> float | None:

@@ -31,11 +31,11 @@ GPT2_SHAPES = ((1, 512), (2, 1024))
 MODES = ("forward", "grad")
 OTHERS = ("best", "pallas_cudnn", "pallas", "xla_cudnn", "xla_cublas", "xla_dot_merger", "xla_gemm_v2", "unfused")
 Case = tuple[str, str, str, tuple[int, int]]
-"""Preset, strategy, mode and shape."""
+"""One program to record: preset, strategy, mode and shape."""
 
 
 def cases() -> list[Case]:
-    """Every case, the most wanted first."""
+    """Lists the programs to record, the most wanted first."""
     wanted = [
         *((LLAMA, "xla", mode, shape) for mode in MODES for shape in LLAMA_SHAPES),
         *((LLAMA, name, "forward", shape) for name in OTHERS for shape in LLAMA_SHAPES),

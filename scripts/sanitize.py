@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def sanitize(operation: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs one operation under the tool.
+    """Runs one operation's cases under compute-sanitizer.
 
     The tool dies or stands still now and then, in other cases each time. Another process then goes on with the case
     that was not finished; one that does not finish twice is left out and named in "died".
@@ -149,7 +149,7 @@ def findings(lines: Iterable[str]) -> list[dict[str, str]]:
 
 
 def is_ours(finding: dict[str, str]) -> bool:
-    """Whether it is of one of our kernels; a report without a kernel's name counts as ours."""
+    """Whether a finding is in one of our kernels; one without a kernel's name counts as ours."""
     return _OURS in finding["kernel"] or not finding["kernel"]
 
 
@@ -159,7 +159,7 @@ def is_as_wanted(outcome: dict[str, Any]) -> bool:
 
 
 def line(outcome: dict[str, Any]) -> str:
-    """One line, and one for each finding of ours."""
+    """Formats an operation's outcome: one line, and one for each finding in our kernels."""
     operation, status, cases = (outcome[name] for name in ("operation", "status", "cases"))
     text = f"{operation:<22} {status:<7} {len(cases)} cases, {outcome['seconds']:.0f} s"
     text += f"; not finished: {', '.join(outcome['died'])}" if outcome["died"] else ""

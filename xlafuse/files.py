@@ -38,7 +38,7 @@ def read_record[T](path: Path, kind: TypeAdapter[T], version: int, what: str, er
 
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Writes files to a folder inside and moves them, so that a reader never sees a part of one.
+    """Writes files atomically: to a temporary folder first, then moved, so that a reader never sees half a file.
 
     Raises:
         InputError: a file cannot be written, for example because the disk is full or a folder has its name. No file has

@@ -121,7 +121,7 @@ def index(module: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def stages(module: str, names: Iterable[str]) -> list[tuple[str, str, str]]:
-    """The dumps between passes of one module, in XLA's order: file name, the pass before it and the one after it."""
+    """Lists a module's dumps between passes, in XLA's order: the file, the pass before it, the pass after it."""
     found = [(match, name) for name in names if (match := _STAGE.match(name[len(module) + 1 :]))]
     found.sort(key=lambda each: int(each[0]["order"]))
     return [(name, match["after"], match["before"]) for match, name in found]

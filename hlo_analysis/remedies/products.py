@@ -46,7 +46,7 @@ def of_products(
 
 
 def kept_value_remedy(table: Table, producer: LaunchRow, catalogue: Catalogue) -> Remedy:
-    """The remedy for a value of element-wise work that is kept though it could be computed again."""
+    """Finds the remedy for an element-wise result that is kept and could be recomputed."""
     for product in filter(is_product, table.producers(producer)):
         if _after_product(table, product, [producer]) is texts.LINEAR_EPILOGUE:
             remedy = texts.LINEAR_KEEPS_PRODUCT.named(catalogue, (product, producer))

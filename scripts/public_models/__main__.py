@@ -263,7 +263,7 @@ def disturbed(params: Any) -> Any:
 
 
 def page(text: str, results: dict[str, Any]) -> str:
-    """Returns the document with the tables of the results."""
+    """Fills the document's tables from the results."""
     refused: collections.Counter[str] = collections.Counter()
     for found in results.values():
         refused.update(found.get("gradient", {}).get("refused", {}))

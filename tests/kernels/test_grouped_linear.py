@@ -45,7 +45,7 @@ def expected(sizes):
 
 @functools.cache
 def passes(implementation):
-    """The result and the gradients: one program for all sizes."""
+    """Compiles one program for the result and the gradients at all group sizes."""
 
     @jax.jit
     def run(x, w, sizes, dy):

@@ -17,7 +17,7 @@ CASES = [pytest.param(op, spec, id=f"{op.name}-{spec.name}") for op in REGISTRY.
 TRANSFORMED = [pytest.param(op, op.tagged("test")[0], id=op.name) for op in REGISTRY.values()]
 """One argument spec each, where the transformation and not the shape is in question."""
 IMPLEMENTATIONS = ("mosaic", "xla")
-"""Not "triton", which needs an NVIDIA GPU; tests/gpu has it, and test_triton.py interprets it."""
+"""Implementations that run here. "triton" needs a GPU: tests/gpu runs it, and test_triton.py interprets it."""
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

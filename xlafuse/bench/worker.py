@@ -26,7 +26,7 @@ from xlafuse.errors import XlafuseError
 
 GPU_LOST = 3
 _PYTORCH_PEERS = ("torch", "liger", "fa4", "quack")
-"""Prefixes of the names of peers that run in PyTorch."""
+"""Names of peers that run in PyTorch start with one of these."""
 BENCHMARKS: Mapping[str, Callable[..., Iterator[ShapeResult | str]]] = {
     "kernels": lambda name, *more: bench_operation(get_op(name), *more),
     "block": bench_block,

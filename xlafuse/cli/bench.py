@@ -234,7 +234,7 @@ def _checked(what: str, given: Iterable[str], known: Iterable[str]) -> tuple[str
 
 
 def _cases(shapes: str, modes: Iterable[str]) -> list[str]:
-    """Returns each mode at each shape, as "forward 2x4096"; raises `InputError` for a shape that is not two numbers."""
+    """Pairs each mode with each shape, as "forward 2x4096"; raises `InputError` for a malformed shape."""
     from xlafuse.cli.inputs import block_shape
 
     return [f"{mode} {'x'.join(map(str, block_shape((text,))))}" for text in names(shapes) for mode in modes]

@@ -76,16 +76,11 @@ class Report:
     undifferentiated: tuple[SiteTaken, ...] = ()
 
     def __str__(self) -> str:
-        counts = count_text(len(self.taken), len(self.left), len(self.refused))
+        left = f"{len(self.left)} left to XLA, " if self.left else ""
+        counts = f"{len(self.taken)} site{'' if len(self.taken) == 1 else 's'} taken, {left}{len(self.refused)} refused"
         signs = (("+", self.taken), ("=", self.left), ("-", self.refused))
         sites = [f"{sign} {each}" for sign, own in signs for each in own]
         return "\n".join([f"{self.function}: {counts}", *self.notes, *sites])
-
-
-def count_text(taken: int, left: int, refused: int) -> str:
-    """Returns the counts of sites as words; those left to XLA only where there are any."""
-    left_words = f"{left} left to XLA, " if left else ""
-    return f"{taken} site{'' if taken == 1 else 's'} taken, {left_words}{refused} refused"
 
 
 def make_report(

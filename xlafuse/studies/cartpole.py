@@ -134,7 +134,7 @@ def drawn(words, environment, step) -> tuple[jax.Array, State]:
 
 
 def drawn_apart(unroll: int = 1, steps: int = STEPS) -> Callable[..., State]:
-    """Like `apart`, but draws the random numbers in each step with `drawn`; key: (2,) uint32."""
+    """Simulates as `apart` does, but `drawn` draws each step's random numbers. key: (2,) uint32."""
 
     def simulate(state, key):
         words, environment = mixed_words(key), jnp.arange(state[0].size, dtype=jnp.int32)

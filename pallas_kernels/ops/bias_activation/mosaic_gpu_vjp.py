@@ -40,7 +40,7 @@ def bias_activation_backward(
     rate: float = 0.0,
     warpgroups: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (dx, dbias), or (dx, None) without a bias. Arguments as of the forward kernel; dy like x.
+    """Computes (dx, dbias); dbias is None without a bias. Arguments are the forward kernel's, and dy, shaped as x.
 
     warpgroups: of a block. They take rows in turn, and their column sums are added in shared memory. Eight have 64
     registers per thread, enough for the current row and for loading the next one.

@@ -35,7 +35,7 @@ RowSlopes = tuple[Slope, Any]
 
 
 def loaded(slopes: RowSlopes, read: Callable[[Any], Any]) -> RowSlopes:
-    """Returns what `read` gives for each reference."""
+    """Applies `read` to each reference."""
     slope, label = slopes
     everywhere = jax.tree.map(read, slope.everywhere)
     slope = jax.tree.map(read, replace(slope, everywhere=None))

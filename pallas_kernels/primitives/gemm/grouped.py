@@ -32,7 +32,7 @@ from pallas_kernels.primitives.hopper import TMA_ROWS
 from pallas_kernels.primitives.platform import target_device, varying_like
 
 _FEW = TMA_ROWS
-"""Up to so many rows of a tile, no others are loaded."""
+"""A tile with at most this many rows loads only these."""
 
 
 def grouped_product(
