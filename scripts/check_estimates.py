@@ -6,7 +6,7 @@ Needs no GPU and about a minute:
     PYTHONPATH=. python3 scripts/check_estimates.py            # a row a strategy of each recording of the block
     PYTHONPATH=. python3 scripts/check_estimates.py --models   # a row a program of the public models
     PYTHONPATH=. python3 scripts/check_estimates.py --fit      # the medians that the constants come from
-    PYTHONPATH=. python3 scripts/check_estimates.py --models --fit   # those that come from public models
+    PYTHONPATH=. python3 scripts/check_estimates.py --models --fit   # from public models, 14 CPU minutes
 
 The constants are in `hlo_analysis/targets/efficiency.py`. They were fitted on `FIT` and `FIT_MODELS`; the other shapes
 and models are held out. `scripts/public_models/record.py` makes the recordings of the models, of two layers each.
@@ -17,8 +17,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from math import log
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -133,6 +136,11 @@ def recorded_model(file: Path, efficiency: Efficiency = EFFICIENCY) -> Analysis:
     return with_measured(analyze(capture), load(file.with_suffix(".json")).strategies["xla"])
 
 
+def estimated_and_measured(file: Path, efficiency: Efficiency) -> list[tuple[float, float]]:
+    """The microseconds of each launch of a recorded program that has a measured time."""
+    return [(launch.estimated_us, us) for launch, us in timed_launches(recorded_model(file, efficiency))]
+
+
 def longest_in_common(analysis: Analysis, count: int = 5) -> int:
     """How many of the launches that take longest the estimates name, too."""
     timed = timed_launches(analysis)
@@ -227,17 +235,17 @@ def fit_models(files: Sequence[Path]) -> Iterator[tuple[str, list[float]]]:
     Without a constant, the launches that it decides are estimated at less than two thirds. Each tells the value with
     which its estimate would be right.
     """
-    made = [recorded_model(file) for file in files]
-    for name, off in OFF.items():
-        without = replace(EFFICIENCY, **{name: off})
+    constants = [EFFICIENCY, *(replace(EFFICIENCY, **{name: off}) for name, off in OFF.items())]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:  # each analysis takes seconds
+        known, *others = [[*pool.map(estimated_and_measured, files, repeat(each))] for each in constants]
+    for name, made in zip(OFF, others, strict=True):
         values: list[float] = []
-        for analysis, other in zip(made, (recorded_model(file, without) for file in files), strict=True):
-            least = 0.0 if name == "repeated_us" else EFFICIENCY.kernel_us
-            for launch, us in timed_launches(analysis):
-                took, estimated = us - least, launch.estimated_us - least
-                if took > 0 and estimated > 1.5 * max(0.0, other.launches[launch.index].estimated_us - least):
-                    ratio = estimated / took
-                    values.append(getattr(EFFICIENCY, name) * (1 / ratio if name in TIMES else ratio))
+        least = 0.0 if name == "repeated_us" else EFFICIENCY.kernel_us
+        for (with_it, us), (without, _) in zip(chain(*known), chain(*made), strict=True):
+            took, estimated = us - least, with_it - least
+            if took > 0 and estimated > 1.5 * max(0.0, without - least):
+                ratio = estimated / took
+                values.append(getattr(EFFICIENCY, name) * (1 / ratio if name in TIMES else ratio))
         yield name, values
 
 
