@@ -88,6 +88,7 @@ def _assemble(
     launch_of = {site.instruction.name: index for index, site in enumerate(table.sites) if site.instruction is not None}
     flow = Dataflow(module)
     resources = attempt(_resources, {}, capture, table)
+    is_replayed, missing = provenance.gemm_choice == "replayed", provenance.autotune_lookups - provenance.autotune_hits
     ptx = tuple(dict.fromkeys(text for index in sorted(resources) if (text := resources[index].ptx)))
     context = Context(
         module=module,
@@ -100,8 +101,8 @@ def _assemble(
         mesh=attempt(mesh_of, {}, module),
         ptx=ptx,
         limits=attempt(multiprocessor_limits, None, capture.text("target_config")),
-        is_tuned=provenance.gemm_choice == "attached"
-        or (provenance.gemm_choice == "replayed" and provenance.autotune_hits == provenance.autotune_lookups),
+        is_tuned=provenance.gemm_choice == "attached" or (is_replayed and not missing),
+        is_untuned=provenance.gemm_choice in ("default", "replayed") and missing > 0,
     )
     rows = [
         attempt(launch_row, None, index, site, context) or row_of_thunk(index, site, context)

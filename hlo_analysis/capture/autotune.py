@@ -89,6 +89,7 @@ def _judged(replay: Replay, target: Target, recording: Path | None) -> Replay:
     def result(choice: GemmChoice, *notes: str) -> Replay:
         return replace(replay, choice=choice, notes=notes)
 
+    estimated = "Estimates are of a library's products, which a GPU would choose for most."
     products = f"{replay.gemms} distinct matrix product{'s' if replay.gemms != 1 else ''}"
     if replay.gemms == 0:
         return result("none")
@@ -97,19 +98,19 @@ def _judged(replay: Replay, target: Target, recording: Path | None) -> Replay:
     if recording is None:
         return result(
             "default",
-            f"No recorded autotuning was replayed: {products} got XLA's default kernels; a GPU may choose others.",
+            f"No recorded autotuning was replayed: {products} got XLA's default kernels. {estimated}",
         )
     if replay.gemm_hits == 0:
         return result(
             "default",
-            f"The recorded autotuning does not fit: {products} got XLA's default kernels; a GPU may choose others.",
+            f"The recorded autotuning does not fit: {products} got XLA's default kernels. {estimated}",
         )
     if replay.hits < replay.lookups:
         missed = replay.lookups - replay.hits
         return result(
             "replayed",
             f"The recorded autotuning knows {replay.gemm_hits} of {products} and {replay.hits} of {replay.lookups} "
-            f"choices in all; the other {missed} {'are' if missed != 1 else 'is'} XLA's default.",
+            f"choices in all; the other {missed} {'are' if missed != 1 else 'is'} XLA's default. {estimated}",
         )
     return result("replayed")
 

@@ -130,16 +130,25 @@ def _fusion_kind(module: Module, instruction: Instruction) -> LaunchKind:
             return "loop"
         case "kLoop":
             return "loop"
-        case "kCustom" if isinstance(config, dict) and "native_emitter_backend_config" in config:
-            # A matrix product that the config assigner took away from Triton: one thread computes one element of the
-            # result.
-            return "loop"
+        case "kCustom" if _is_native_product(instruction):
+            return "loop"  # one thread computes one element of the result
         case "kCustom":
             # A library or kernel call that reads or writes a slice in place: the launch is the call.
             body = module.computations[instruction.called[0]].instructions.values()
             calls = [inner for inner in body if inner.opcode == "custom-call"]
             return kind_of(module, calls[0], "") if len(calls) == 1 else "other"
     return "other"
+
+
+def is_untuned_product(instruction: Instruction, kind: LaunchKind) -> bool:
+    """Whether a launch is a product of one of XLA's own generators, which it takes where it could time no library."""
+    return kind == "triton_gemm" or _is_native_product(instruction)
+
+
+def _is_native_product(instruction: Instruction) -> bool:
+    """Whether a launch is a matrix product that XLA's config assigner took away from Triton."""
+    config = instruction.backend_config
+    return isinstance(config, dict) and "native_emitter_backend_config" in config
 
 
 def is_attention(instruction: Instruction, kernel: str | None) -> bool:

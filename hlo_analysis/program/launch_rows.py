@@ -34,7 +34,7 @@ from hlo_analysis.program.facts import LaunchFacts, LaunchRow, facts_of
 from hlo_analysis.program.host_memory import without_host
 from hlo_analysis.program.inplace_updates import updated_operand
 from hlo_analysis.program.intermediates import Access
-from hlo_analysis.program.launch_kinds import EMITTERS, is_attention, kind_of, opcode_counts
+from hlo_analysis.program.launch_kinds import EMITTERS, is_attention, is_untuned_product, kind_of, opcode_counts
 from hlo_analysis.program.launch_sites import Site
 from hlo_analysis.program.thunks import Thunk
 from hlo_analysis.records import Device, LaunchKind, OccupancyLimiter, Phase, Value
@@ -65,6 +65,8 @@ class Context:
     """Limits of the GPU's multiprocessors, None if unknown."""
     is_tuned: bool = False
     """Whether the tiles of all products are those that a GPU chose: it would take no others whose blocks wait."""
+    is_untuned: bool = False
+    """Whether XLA had no GPU to time products on: with one it would choose a library's for most of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,14 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     usage, host_bytes = without_host(whole, site.computation, instruction)
     reads, writes = _reads(index, site, usage, context), _writes(index, site, instruction, usage, context)
     bytes_read = sum(access.bytes for access in reads)
-    flops = _arithmetic(site, instruction, kind, context)
+    op_name, frame = _origin(module, instruction, context.library_packages)
+    scope, phase = scope_of(op_name)
+    operands = [site.computation.instructions[name].shape for name in instruction.operands]
+    facts = facts_of(module, instruction, _sources(site.computation.name, instruction, context))
+    is_slow = kind == "triton_gemm" and loads_slowly(facts.instructions)
+    is_stand_in = context.is_untuned and not is_slow and is_untuned_product(instruction, kind)
+    emitter: LaunchKind = "cublas" if is_stand_in else kind
+    flops = _arithmetic(site, instruction, emitter, context)
     sent = link_bytes(module, instruction, bytes_read) if kind == "collective" else 0
     moved = bytes_read + usage.bytes_written
     limit = bound(moved, flops, context.device, sent)
@@ -95,30 +104,28 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
     grid, kernel = thunk.grid or resources.grid, kernel_name(site)
     block, shared = thunk.block or resources.block, _shared_memory(thunk, resources)
     filled, limiter = _occupancy(block, resources.registers, shared, context.limits)
-    op_name, frame = _origin(module, instruction, context.library_packages)
-    scope, phase = scope_of(op_name)
-    operands = [site.computation.instructions[name].shape for name in instruction.operands]
-    facts = facts_of(module, instruction, _sources(site.computation.name, instruction, context))
     is_product = kind == "triton_gemm" and context.is_tuned
+    known = Resources() if is_stand_in else resources
+    blocks, threads = ((), ()) if is_stand_in else (grid or (), block or ())
     work = Work(
-        kind=kind,
+        kind=emitter,
         repeat=site.repeat,
         bytes_moved=moved,
         flops=flops,
-        grid=grid or (),
-        block=block or (),
-        instructions=resources.instructions and round(resources.instructions * executed_share(facts.instructions)),
+        grid=blocks,
+        block=threads,
+        instructions=known.instructions and round(known.instructions * executed_share(facts.instructions)),
         resident_warps=_resident_warps(filled, context.limits),
         atomic_updates=atomic_updates(facts.instructions),
         atomic_sectors=atomic_sectors(facts.instructions),
         steps=steps_of(instruction, facts.instructions, math.prod(block or ())) if is_product else None,
         sums_columns=kind == "reduction" and sums_columns(facts.instructions),
-        loads_slowly=kind == "triton_gemm" and loads_slowly(facts.instructions),
+        loads_slowly=is_slow,
         transposed=is_transposed(instruction, operands),
         filter_channels=filter_channels(instruction, operands),
         filled=filled_tiles(instruction, context.device.core_count),
         attention=is_attention(instruction, kernel),
-        cache_bytes=cache_bytes(module, instruction, kind, math.prod((*(grid or (0,)), *(block or ())))),
+        cache_bytes=cache_bytes(module, instruction, emitter, math.prod((*(blocks or (0,)), *threads))),
         link_bytes=sent,
     )
     launch = LaunchRow(

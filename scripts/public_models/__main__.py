@@ -2,6 +2,7 @@
 
     python scripts/public_models [MODEL ...] --checkouts FOLDER
     python scripts/public_models [MODEL ...] --checkouts FOLDER --times 6  # at most 6 layers, on a GPU
+    python scripts/public_models [MODEL ...] --checkouts FOLDER --estimates 6  # what the report says of XLA's, without
     python scripts/public_models --write-page
 
 Needs the extra 'deviceless', no GPU, and the packages of sources.py; a model whose package cannot be imported is left
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(model.name for model in MODELS))
     parser.add_argument("--checkouts", type=Path, default=Path(), help="folder of the repositories")
     parser.add_argument("--times", type=int, metavar="LAYERS", help="time real sizes, with at most so many layers")
-    parser.add_argument("--parts", nargs="+", choices=TIMED, default=TIMED, help="what to time; default: all")
+    parser.add_argument("--estimates", type=int, metavar="LAYERS", help="estimate XLA's times of real sizes, on no GPU")
+    parser.add_argument("--parts", nargs="+", choices=TIMED, default=TIMED, help="what of it; default: all")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to complete; default: %(default)s")
     parser.add_argument("--write-page", action="store_true", help="only write the page")
     options = parser.parse_args(argv)
@@ -64,10 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in () if options.write_page else MODELS:
         if options.models and model.name not in options.models:
             continue
-        for part in options.parts if options.times else PARTS:
+        for part in options.parts if options.times or options.estimates else PARTS:
             try:
                 if options.times:
                     found = {part: {"real": times_of(model, part, options.checkouts, options.times)}}
+                elif options.estimates:
+                    found = {part: {"estimated": estimated(model, part, options.checkouts, options.estimates)}}
                 else:
                     found = run(model, part, options.checkouts)
             except ModuleNotFoundError as error:
@@ -136,6 +140,16 @@ def times_of(model: PublicModel, part: str, checkouts: Path, layers: int) -> dic
         return (result[2], result[1][0].mu) if part == "step" else result
 
     return {"size": program.size, **timed(fn, outer, (params, *state, *program.batch), checked)}
+
+
+def estimated(model: PublicModel, part: str, checkouts: Path, layers: int) -> dict[str, Any]:
+    """Estimates a part of a model as it is, at the real size with at most so many layers, compiled without a GPU."""
+    program = model.build(checkouts, jnp.bfloat16, "real", layers)
+    params = jax.eval_shape(program.init, jax.random.key(0))
+    state = (jax.eval_shape(OPTIMIZER.init, params),) if part == "step" else ()
+    fn, outer = part_of(program, part)
+    analysis = analyze(capture(outer(fn), params, *state, *program.batch, target=TARGET))
+    return {"size": program.size, "us": round(analysis.estimated_us, 1)}
 
 
 PARTS = ("numerics", "forward", "gradient", "step")
@@ -275,8 +289,19 @@ def page(text: str, results: dict[str, Any]) -> str:
     tables = {
         "programs": (("model", "program", "kernels", *heads), "lllrrrrr", _programs(results)),
         "times": (
-            ("model", "program", "size", "GPU", "XLA, ms", "`fuse`, ms", "gain", "torch.compile, ms", "over `fuse`"),
-            "llllrrrrr",
+            (
+                "model",
+                "program",
+                "size",
+                "GPU",
+                "XLA, ms",
+                "estimated",
+                "`fuse`, ms",
+                "gain",
+                "PyTorch, ms",
+                "over `fuse`",
+            ),
+            "llllrrrrrr",
             _times(results),
         ),
         "errors": (
@@ -317,7 +342,10 @@ def _times(results: dict[str, Any]) -> Iterator[list[str]]:
             before, after = (real[which]["wall_us"] / 1e3 for which in ("before", "after"))
             peer = times.get("torch", {})
             is_alike = bool(peer) and real["gpu"] == peer["gpu"] and real["size"].startswith(peer["size"])
-            cells = [f"{before:.1f}", f"{after:.1f}", f"{before / after:.2f}"]
+            guess = times.get("estimated", {})
+            is_guessed = guess.get("size") == real["size"]
+            cells = [f"{before:.1f}", f"{guess['us'] / 1e3:.1f}" if is_guessed else ""]
+            cells += [f"{after:.1f}", f"{before / after:.2f}"]
             cells += [f"{(other := peer['wall_us'] / 1e3):.1f}", f"{other / after:.2f}"] if is_alike else ["", ""]
             yield [name, part, real["size"], real["gpu"], *cells]
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from hlo_analysis import analyze
 from hlo_analysis.capture import capture, merge_autotune
 from hlo_analysis.capture.autotune import Replay, describe, entries
 from hlo_analysis.errors import CaptureError, DumpError
@@ -45,6 +46,14 @@ def test_without_the_recording_xla_takes_its_default(compiler: None) -> None:
     assert plain.require("thunk_sequence").startswith("001: kCustomKernel")
 
 
+def test_a_product_that_no_gpu_tuned_is_estimated_as_a_library_s(compiler: None) -> None:
+    """cuBLAS takes 34.6 µs on an H200 (recording of vit/forward), XLA's own emitter would take 800."""
+    heads = jax.ShapeDtypeStruct((64, 16, 197, 64), jnp.bfloat16)
+    plain = analyze(capture(lambda q, k: jnp.einsum("bhqd,bhkd->bhqk", q, k), heads, heads, autotune=None))
+    assert "Estimates are of a library's products" in plain.provenance.notes[0]
+    assert plain.estimated_us == pytest.approx(34.6, rel=0.3)
+
+
 def log(*lookups: tuple[str, bool]) -> str:
     lines: list[str] = []
     for text, found in lookups:
@@ -73,7 +82,7 @@ def test_part_of_the_choices_replayed() -> None:
     assert (replay.choice, replay.hits, replay.lookups) == ("replayed", 1, 3)
     assert replay.notes == (
         "The recorded autotuning knows 1 of 2 distinct matrix products and 1 of 3 choices in all; the other 2 are "
-        "XLA's default.",
+        "XLA's default. Estimates are of a library's products, which a GPU would choose for most.",
     )
 
 
