@@ -11,6 +11,7 @@ from rewriting import normal
 from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
 from hlo_analysis.targets import load_target
 from xlafuse.fusion import fuse
+from xlafuse.fusion.layouts import RULES
 from xlafuse.fusion.plan import Plan, make_plan
 from xlafuse.fusion.program import FusedProgram, NothingFusedError
 from xlafuse.fusion.spellings import spellings
@@ -101,6 +102,33 @@ LOSSES = {
 def test_losses(sites, name, dtype):
     assert sites(LOSSES[name], LOGITS.astype(dtype), LABELS) == ["cross_entropy"]
     assert sites(LOSSES[name], LOGITS.astype(dtype), LABELS.at[0, 1].set(48), checks=False) == ["cross_entropy"]
+
+
+def test_losses_of_one_sequence(sites):
+    """Of an axis of length 1 `take_along_axis` takes a slice, and no element for each label."""
+    for loss in (optax.softmax_cross_entropy_with_integer_labels, loss_at(0)):
+        assert sites(loss, LOGITS[:1], LABELS[:1]) == ["cross_entropy"]
+        assert sites(loss, LOGITS[:1, :1], LABELS[:1, :1]) == ["cross_entropy"]
+
+
+def loss_at(place):
+    """The loss of Bonsai's qwen3 and umt5, by optax, takes the label's logit with `take(0)`."""
+
+    def loss(logits, labels):
+        found = jnp.take_along_axis(logits, labels[..., None], -1)
+        return jax.nn.logsumexp(logits, -1) - jnp.take(found, place, -1)
+
+    return loss
+
+
+def test_the_logit_of_a_label_may_be_gathered_at_a_constant(sites, monkeypatch):
+    assert sites(loss_at(0), LOGITS, LABELS) == ["cross_entropy"]
+    assert sites(loss_at(-1), LOGITS, LABELS) == ["cross_entropy"]
+    assert sites(loss_at(1), LOGITS, LABELS, checks=False) == []  # out of range: NaN
+    at_an_argument = lambda logits, labels, place: loss_at(place)(logits, labels)  # noqa: E731
+    assert sites(at_an_argument, LOGITS, LABELS, jnp.int32(0)) == []
+    monkeypatch.delitem(RULES, "gather")
+    assert sites(loss_at(0), LOGITS[:, 1:], LABELS[:, 1:]) == []  # of another shape: plans are cached
 
 
 def test_what_is_no_loss(sites):

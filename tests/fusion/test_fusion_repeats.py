@@ -1,4 +1,4 @@
-"""Equal layers are searched once, and layers that differ are not taken for equal."""
+"""Equal layers are searched, traced and lowered once, and layers that differ are not taken for equal."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax._src.pallas.mosaic_gpu import pallas_call_registration
 
 import xlafuse
+from hlo_analysis.capture.lowering import lower
+from hlo_analysis.targets import load_target
+from pallas_kernels.primitives import partitioned
 from xlafuse.fusion.match import Matcher
 from xlafuse.fusion.repeats import Repeats
+from xlafuse.fusion.site import Site
 
 WIDTH, HEADS = 128, 2
 
@@ -99,3 +104,41 @@ def test_sites_and_results_are_those_of_searching_every_layer(
         return model(x, weights)
 
     assert found == sites(another, weights)[0]
+
+
+REPEATED = {
+    "calls": (Site, "call"),
+    "traces, forward and backward": (partitioned, "_either"),
+    "kernels lowered": (pallas_call_registration, "mpmd_map_mgpu_lowering_rule"),
+}
+"""The work of a training step that equal layers share, by the function that does it."""
+
+
+def work_of(layers: int) -> Counter[str]:
+    """How often a training step of so many layers does each kind of work until it is lowered for an H200."""
+    model, weights = stack(layers)
+    done: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            done[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    def loss(x: Array, weights: Any) -> Array:
+        return model(x, weights).astype(jnp.float32).sum()
+
+    x = jax.ShapeDtypeStruct((2, 512, WIDTH), jnp.bfloat16)
+    given = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, x.dtype), weights)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, (owner, function) in REPEATED.items():
+            patch.setattr(owner, function, counted(name, getattr(owner, function)))
+        lower(jax.grad(xlafuse.fuse(loss), (0, 1)), (x, given), target=load_target("h200"))
+    return done
+
+
+def test_more_equal_layers_are_no_more_work() -> None:
+    few, many = work_of(3), work_of(6)
+    assert few["kernels lowered"] > 3
+    assert many == few

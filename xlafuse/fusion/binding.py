@@ -33,13 +33,14 @@ class Binding:
     missing: tuple[int, ...] = ()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Binding) and self.value is other.value and self._layout == other._layout
+        return isinstance(other, Binding) and self.value is other.value and self.layout == other.layout
 
     def __hash__(self) -> int:
-        return hash((id(self.value), self._layout))
+        return hash((id(self.value), self.layout))
 
     @property
-    def _layout(self) -> tuple[Any, ...]:
+    def layout(self) -> tuple[Any, ...]:
+        """Returns all but the value."""
         return self.places, self.parts, self.order, self.shape, self.missing
 
 

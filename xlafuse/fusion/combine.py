@@ -276,7 +276,7 @@ def _normed(product: Site, norm: Site, mean_square: Binding | None = None) -> Si
         product,
         operation="norm_linear" if product.operation == "linear" else product.operation,
         arrays=arrays,
-        prepare=Normed(kind, norm.options, product.prepare),
+        prepare=Normed(options={"kind": kind, **norm.options}, prepare=product.prepare),
         covered=product.covered | norm.covered,
     )
 

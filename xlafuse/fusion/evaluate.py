@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,15 +11,11 @@ import jax.numpy as jnp
 from jax._src import source_info_util
 from jax.extend import core as jex
 
-from pallas_kernels.dispatch import Choice, listening
-from xlafuse.fusion.binding import laid_out
+from xlafuse.fusion.calls import Calls, OnChoice
 from xlafuse.fusion.graph import Equation, Value
 from xlafuse.fusion.plan import Plan
 from xlafuse.fusion.schedule import schedule
 from xlafuse.fusion.site import Site
-
-OnChoice = Callable[[Site, str], object] | None
-"""Called with each site and the implementation that its operation took."""
 
 
 def evaluate(
@@ -30,27 +25,20 @@ def evaluate(
 
     inputs: the constants, then the arguments. implementation: the one for all sites; None: each operation's own choice.
     """
+    return _evaluate(Calls(on_choice, implementation), plan, inputs)
+
+
+def _evaluate(calls: Calls, plan: Plan, inputs: Sequence[Any]) -> list[Any]:
     known: dict[Value, Any] = dict(zip(plan.graph.inputs, inputs, strict=True))
-    inside = functools.partial(evaluate, on_choice=on_choice, implementation=implementation)
+    inside = functools.partial(_evaluate, calls)
 
     def read(value: Value) -> Any:
         return value.literal if value.literal is not None else known[value]
 
-    def call(site: Site) -> tuple[Any, ...]:
-        def listener(choice: Choice) -> None:
-            assert on_choice is not None
-            on_choice(site, choice.taken or "nothing")
-
-        with _names_of(site.root), listening(listener) if on_choice else contextlib.nullcontext():
-            arrays = {
-                name: laid_out(binding, read(binding.value), keeps_missing=name in site.broadcasting)
-                for name, binding in site.arrays.items()
-            }
-            return site.call(arrays, implementation)
-
     for unit in schedule(plan.graph, plan.sites):
         if isinstance(unit, Site):
-            known.update(zip(unit.outputs, call(unit), strict=True))
+            with _names_of(unit.root):
+                known.update(zip(unit.outputs, calls(unit, read, _traceback_of(unit.root)), strict=True))
         else:
             operands = [read(value) for value in unit.inputs]
             known.update(zip(unit.outputs, _bind(unit, plan.inner.get(unit, {}), operands, inside), strict=True))
@@ -114,9 +102,12 @@ def _in_shard_map(
 def _names_of(equation: Equation) -> Any:
     """Enters the scopes and the line of the user's program that an equation comes from."""
     stack = source_info_util.current_name_stack()
-    traceback = equation.source.source_info.traceback
     for call in (*equation.calls, equation.source):
         stack = stack + call.source_info.name_stack
-        if next(iter(source_info_util.user_frames(call.source_info.traceback)), None) is not None:
-            traceback = call.source_info.traceback  # inside jax.nn's jitted functions there is no line of the user's
-    return source_info_util.user_context(traceback, name_stack=stack)
+    return source_info_util.user_context(_traceback_of(equation), name_stack=stack)
+
+
+def _traceback_of(equation: Equation) -> Any:
+    """Returns the innermost traceback with a line of the user's: inside jax.nn's jitted functions there is none."""
+    tracebacks = [each.source_info.traceback for each in (equation.source, *reversed(equation.calls))]
+    return next((each for each in tracebacks if any(source_info_util.user_frames(each))), tracebacks[0])

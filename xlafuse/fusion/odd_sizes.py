@@ -6,7 +6,7 @@ taken, whatever its result is read by. `pallas_kernels.primitives.odd_sizes` say
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax
 
 from pallas_kernels.primitives.odd_sizes import Padding, padded_product, padding_of
 from xlafuse.fusion.binding import Binding
-from xlafuse.fusion.graph import Equation, Graph, Value, readers
+from xlafuse.fusion.graph import Equation, Graph, Value, frozen, readers
 from xlafuse.fusion.site import Site
 from xlafuse.fusion.terms import primitives_before
 
@@ -43,6 +43,10 @@ class PaddedProduct(Site):
                     sizes[f"from {own} to {size} "] = "features" if axis in contracted[side] else free
         what = " and ".join(f"{change}{kind}" for change, kind in sizes.items())
         return f"product padded {what}" + (" in gradients" if self.padding.serves_gradients_only else "")
+
+    def key(self, values: Sequence[Value]) -> Hashable:
+        """Returns the key of the product that is padded."""
+        return super().key(values), self.padding, frozen(self.root.params)
 
     def call(self, arrays: dict[str, Any], implementation: str | None = None) -> tuple[jax.Array, ...]:
         """Computes the product of `lhs` and `rhs`."""

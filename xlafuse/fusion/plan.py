@@ -128,10 +128,9 @@ def _reading_only_results(sites: Sequence[Site], refused: list[Refusal]) -> tupl
     Refuses the smaller of two sites where an argument is no layout of a result. sites: the largest first.
     """
     kept, place = list(sites), 0
+    results, owners = _owned(kept)
     while place < len(kept):
         site = kept[place]
-        results = {value for each in kept for value in each.results}
-        owners = {equation: each for each in kept for equation in each.own}
         arrays, place = dict(site.arrays), place + 1
         for name, binding in site.arrays.items():
             inner = _equation_computing(binding.value, results)
@@ -144,12 +143,19 @@ def _reading_only_results(sites: Sequence[Site], refused: list[Refusal]) -> tupl
                 reason = f"an argument is a value inside {producer.operation}"
                 refused.append(Refusal(operation=smaller.operation, value=smaller.results[0], reason=reason))
                 kept.remove(smaller)
+                results, owners = _owned(kept)
                 place = 0
                 break
             arrays[name] = read
         else:
             kept[place - 1] = replace(site, arrays=arrays)
+            owners |= dict.fromkeys(site.own, kept[place - 1])
     return tuple(kept), refused
+
+
+def _owned(sites: Sequence[Site]) -> tuple[set[Value], dict[Equation, Site]]:
+    """Returns the results of sites, and the site that each equation is part of."""
+    return {value for each in sites for value in each.results}, {own: each for each in sites for own in each.own}
 
 
 def _equation_computing(value: Value, results: set[Value]) -> Equation | None:

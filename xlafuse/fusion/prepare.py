@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,23 +18,21 @@ def with_weight(arrays: dict[str, Any], group_size: int | None) -> dict[str, Any
     return {**arrays, "w": QuantizedWeight(values=values, scales=scales, bits=8, group_size=group_size)}
 
 
+@dataclass(frozen=True, kw_only=True)
 class Normed:
-    """Gives a product its norm."""
+    """Gives a product its norm, whose options these are. prepare: changes the product's own arrays."""
 
-    def __init__(self, kind: Any, options: Mapping[str, Any], prepare: Any):
-        self.options = {"kind": kind, **options}
-        self._prepare = prepare
-
-    def __repr__(self) -> str:
-        return f"{self.options} {self._prepare!r}"
+    options: Mapping[str, Any]
+    prepare: Any
 
     def __call__(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Returns the operation's arguments for arrays by name."""
         given = {name: arrays.pop(f"norm_{name}", None) for name in ("scale", "bias", "mean_square")}
-        arrays = arrays if self._prepare is None else self._prepare(arrays)
+        arrays = arrays if self.prepare is None else self.prepare(arrays)
         return {**arrays, "norm": Norm(**given, **self.options)}
 
 
+@dataclass(frozen=True, kw_only=True)
 class Projection:
     """Gives the products of query, key and value their biases, norms and rotation.
 
@@ -41,13 +40,9 @@ class Projection:
     None; tables: changes the arrays that it takes.
     """
 
-    def __init__(self, norms: Mapping[str, Any], rope: Mapping[str, Any] | None, tables: Any):
-        self._norms = norms
-        self._rope = rope
-        self._tables = tables
-
-    def __repr__(self) -> str:
-        return f"{self._norms} {self._rope} {self._tables}"
+    norms: Mapping[str, Any]
+    rope: Mapping[str, Any] | None
+    tables: Any
 
     def __call__(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Returns the operation's arguments for arrays by name."""
@@ -55,11 +50,11 @@ class Projection:
         biases = [arrays.pop(f"b_{name}", None) for name in "qkv"]
         if biases[0] is not None:
             more["bias"] = tuple(biases)
-        for name, options in self._norms.items():
+        for name, options in self.norms.items():
             scale = arrays.pop(f"{name}_scale", None)
             if options is not None:
                 more[f"{name}_norm"] = Norm(scale, **options)
-        if self._rope is not None:
-            arrays = arrays if self._tables is None else self._tables(arrays)
-            more["rope"] = Rope(cos=arrays.pop("cos"), sin=arrays.pop("sin"), **self._rope)
+        if self.rope is not None:
+            arrays = arrays if self.tables is None else self.tables(arrays)
+            more["rope"] = Rope(cos=arrays.pop("cos"), sin=arrays.pop("sin"), **self.rope)
         return {**arrays, **more}

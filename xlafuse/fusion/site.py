@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import pallas_kernels
 from pallas_kernels.dispatch import Choice, choice, listening
 from pallas_kernels.primitives.gradients import differentiated_as
 from pallas_kernels.primitives.platform import varying_alike
+from pallas_kernels.primitives.sharing import described
 from xlafuse.fusion.binding import Binding, is_permuted
 from xlafuse.fusion.graph import Equation, Value, is_free
 
@@ -43,7 +45,7 @@ class Site:
     stream: Value | None = None
     is_for_gradients: bool = False
 
-    @property
+    @functools.cached_property
     def own(self) -> frozenset[Equation]:
         """Returns the equations that only this site may cover."""
         return frozenset(equation for equation in self.covered if not is_free(equation))
@@ -63,6 +65,17 @@ class Site:
     def outputs(self) -> tuple[Value, ...]:
         """Returns the values that `call` computes."""
         return self.results if self.stream is None else (*self.results, self.stream)
+
+    def key(self, values: Sequence[Value]) -> Hashable:
+        """Returns a key that sites share which compute the same of the values that their arguments are bound to.
+
+        Raises:
+            TypeError: an option is an array, or cannot be compared.
+        """
+        arrays = [(name, values.index(each.value), each.layout) for name, each in self.arrays.items()]
+        results = [(value.shape, value.dtype) for value in self.outputs]
+        own = (type(self), self.operation, self.options, self.prepare, self.negated, self.is_for_gradients)
+        return described((*own, arrays, results, self.orders, self.stream is None, self.broadcasting))
 
     def call(self, arrays: dict[str, Any], implementation: str | None = None) -> tuple[Any, ...]:
         """Calls the operation, and returns its results with the axes, shapes and dtypes of the program."""

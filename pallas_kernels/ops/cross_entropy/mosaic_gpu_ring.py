@@ -181,8 +181,9 @@ def _write_chunk(gradient_ref, first, values: RowValues, pieces: Pieces, slope: 
     is_here = (hit >= 0) & (hit < len(values) * THREADS * pieces.vector)
 
     def store(*, at_label: bool):
+        numbers = pieces.value_numbers() if at_label else None
         for i, value in enumerate(values):
-            is_label = pieces.value_numbers() == hit - i * THREADS * pieces.vector if at_label else None
+            is_label = None if numbers is None else numbers == hit - i * THREADS * pieces.vector
             gradient = slope(value.astype(jnp.float32), is_label)
             pieces.store(gradient_ref, first + i * THREADS, gradient.astype(gradient_ref.dtype))
 
@@ -252,9 +253,10 @@ class OnlineSoftmax:
 
     def _counted(self, values: RowValues, fill: float) -> Iterator[jax.Array]:
         """Returns the values of the last chunk, with `fill` in place of those that the chunk before also had."""
+        numbers = self.ring.pieces.access_numbers()
         for i, value in enumerate(values):
             if i * THREADS < self.ring.plan.most_repeated:
-                is_new = self.ring.pieces.access_numbers() >= self.ring.repeated - i * THREADS
+                is_new = numbers >= self.ring.repeated - i * THREADS
                 value = jnp.where(is_new, value, jnp.asarray(fill, value.dtype))
             yield value
 

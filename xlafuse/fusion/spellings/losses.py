@@ -52,16 +52,19 @@ def _vocabulary(rows: Value) -> int:
 
 
 def _at(rows: jax.Array, labels: jax.Array) -> jax.Array:
-    """Takes the logits of labels, as `take_along_axis` does for labels from 0 on."""
+    """Takes the logits of labels, as `take_along_axis` does for labels from 0 on, which slices axes of length 1."""
     last = rows.ndim - 1
+    sliced = tuple(axis for axis in range(last) if rows.shape[axis] == 1)
+    batching = tuple(axis for axis in range(last) if axis not in sliced)
     numbers = jax.lax.GatherDimensionNumbers(
-        offset_dims=(),
+        offset_dims=sliced,
         collapsed_slice_dims=(last,),
         start_index_map=(last,),
-        operand_batching_dims=tuple(range(last)),
-        start_indices_batching_dims=tuple(range(last)),
+        operand_batching_dims=batching,
+        start_indices_batching_dims=tuple(range(len(batching))),
     )
-    found = jax.lax.gather(rows, labels[..., None, None], numbers, (1,) * rows.ndim, mode="fill", fill_value=jnp.nan)
+    indices = labels.reshape(*(rows.shape[axis] for axis in batching), 1, 1)
+    found = jax.lax.gather(rows, indices, numbers, (1,) * rows.ndim, mode="fill", fill_value=jnp.nan)
     return found.reshape(labels.shape)
 
 

@@ -20,6 +20,10 @@ from xlafuse.fusion.terms import ELEMENTWISE
 
 _THROUGH = ELEMENTWISE | LAYOUTS | {"add", "sub", "mul", "square", "integer_pow", "custom_jvp_call"}
 _REACH = 24
+_ADDED = frozenset(("add", "convert_element_type"))
+"""What a sum with a bias or residual ends with."""
+_ACTIVATED = frozenset(("mul", "convert_element_type", "custom_jvp_call", "square", "integer_pow"))
+"""What activations end with."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -102,9 +106,9 @@ def _needs(activation: str | None) -> frozenset[str]:
 
 
 def _linears() -> Iterator[Spelling]:
-    ends = frozenset(("add", "mul", "convert_element_type", "custom_jvp_call", "square", "integer_pow"))
     for biases, residual, activation in itertools.product((("bias",), ()), (True, False), (*ACTIVATIONS, None)):
         is_plain = not (biases or residual or activation)
+        roots = _ACTIVATED if activation and not residual else _ADDED
         for function, wide in ((_narrow, False), (linear_reference, True)):
             if is_plain and wide:
                 continue
@@ -114,7 +118,7 @@ def _linears() -> Iterator[Spelling]:
                 propose=functools.partial(
                     _products, weights=("w",), biases=biases, residual=residual, wide=wide, in_16_bits=wide or is_plain
                 ),
-                roots=frozenset(("dot_general",)) if is_plain else ends,
+                roots=frozenset(("dot_general",)) if is_plain else roots,
                 needs=_needs(activation),
                 arguments=functools.partial(_with_activation, activation=activation),
                 floating=frozenset(("bias",)),
