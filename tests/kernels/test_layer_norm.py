@@ -12,13 +12,13 @@ import pytest
 from draws import normal
 
 from pallas_kernels import layer_norm
-from pallas_kernels.ops._norms.backward import norm_backward
-from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape, ForwardConfig, default_forward
-from pallas_kernels.ops._norms.forward import norm_forward
-from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.ops._norms.reference import layer_norm_reference
+from pallas_kernels.ops.norms.backward import norm_backward
+from pallas_kernels.ops.norms.config import BackwardConfig, BackwardShape, ForwardConfig, default_forward
+from pallas_kernels.ops.norms.forward import norm_forward
+from pallas_kernels.ops.norms.norm import StaticNorm
+from pallas_kernels.ops.norms.reference import layer_norm_reference
 
-NORM = Norm(name="layer_norm", epsilon=1e-6)
+NORM = StaticNorm(name="layer_norm", epsilon=1e-6)
 
 
 def rows(seed, count, features, dtype="float32"):

@@ -9,14 +9,14 @@ import pytest
 from draws import normal
 
 from pallas_kernels import layer_norm, rms_norm
-from pallas_kernels.ops._norms.backward import norm_backward
-from pallas_kernels.ops._norms.config import BackwardConfig, BackwardShape
-from pallas_kernels.ops._norms.forward import norm_forward
-from pallas_kernels.ops._norms.norm import Norm
-from pallas_kernels.ops._norms.reference import rms_norm_reference
+from pallas_kernels.ops.norms.backward import norm_backward
+from pallas_kernels.ops.norms.config import BackwardConfig, BackwardShape
+from pallas_kernels.ops.norms.forward import norm_forward
+from pallas_kernels.ops.norms.norm import StaticNorm
+from pallas_kernels.ops.norms.reference import rms_norm_reference
 from pallas_kernels.primitives.rows import THREADS, split_row
 
-NORM = Norm(name="rms_norm", epsilon=1e-6)
+NORM = StaticNorm(name="rms_norm", epsilon=1e-6)
 
 
 def rows(seed, count, features, dtype="float32"):

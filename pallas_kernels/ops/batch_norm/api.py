@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward, batch_norm_forward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
-from pallas_kernels.primitives.checks import added_number, as_arrays
+from pallas_kernels.primitives.checks import added_number, as_arrays, check_features
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
@@ -68,7 +67,9 @@ def batch_norm(
     """
     x, scale, bias = as_arrays("batch_norm", x=x, scale=scale, bias=bias)
     epsilon = added_number("batch_norm", "epsilon", epsilon)
-    _check(x, scale, bias)
+    check_features("batch_norm", x, scale=scale, bias=bias)
+    if x.ndim < 2:
+        raise ValueError(f"batch_norm: x must be (..., features) with a leading axis to average over, got {x.shape}.")
     support = {"mosaic": partial(mosaic_unsupported, x, scale, bias), "xla": lambda: None}
     order = ("mosaic",) if x.size > MOST_XLA_ROWS * x.shape[-1] else ()
     chosen = choose("batch_norm", implementation, support, preferred=order)
@@ -85,19 +86,6 @@ def mosaic_unsupported(x: jax.Array, scale: jax.Array, bias: jax.Array) -> str |
         return reason
     features = x.shape[-1]
     return elementwise_unsupported(x.size // max(1, features), features) or mosaic_gpu_unsupported()
-
-
-def _check(x: jax.Array, scale: jax.Array, bias: jax.Array) -> None:
-    for name, array in (("x", x), ("scale", scale), ("bias", bias)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"batch_norm: {name} must be floating, got {array.dtype.name}; cast it first.")
-    if x.ndim < 2:
-        raise ValueError(f"batch_norm: x must be (..., features) with a leading axis to average over, got {x.shape}.")
-    for name, array in (("scale", scale), ("bias", bias)):
-        if array.shape != x.shape[-1:]:
-            raise ValueError(
-                f"batch_norm: {name} must be ({x.shape[-1]},), one value a feature of x {x.shape}, got {array.shape}."
-            )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

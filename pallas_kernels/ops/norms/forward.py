@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops._norms.config import ForwardConfig, default_forward
-from pallas_kernels.ops._norms.norm import Norm, center
+from pallas_kernels.ops.norms.config import ForwardConfig, default_forward
+from pallas_kernels.ops.norms.norm import StaticNorm, center
 from pallas_kernels.primitives.elementwise import COMPILER_PARAMS
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.random import mixed_words
@@ -30,7 +30,7 @@ from pallas_kernels.primitives.sharing import without_values
 
 
 def norm_forward(
-    norm: Norm,
+    norm: StaticNorm,
     x: jax.Array,
     *,
     scale: jax.Array | None = None,
@@ -42,8 +42,8 @@ def norm_forward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Returns (y, total, statistics).
 
-    total is the sum that was normalised, None without a residual; statistics, `Norm.statistics` of it for the backward
-    pass, None unless `with_statistics`.
+    total is the sum that was normalised, None without a residual; statistics, those of `StaticNorm.statistics`, are for
+    the backward pass, None unless `with_statistics`.
 
     x and residual: (rows, features) of one floating dtype, 128 to `LONGEST_ROW` features. scale, bias: (features,), or
     None. words: (2,) uint32, the key of the dropout of x; None for none. With words there must be a residual.
