@@ -18,23 +18,21 @@ if TYPE_CHECKING:
     from pallas_kernels.ops.cross_entropy.api import cross_entropy
     from pallas_kernels.ops.decode_attention.api import decode_attention
     from pallas_kernels.ops.dot_interaction.api import dot_interaction
-    from pallas_kernels.ops.dropout_residual_norm.api import dropout_residual_norm
     from pallas_kernels.ops.embedding.api import embedding
     from pallas_kernels.ops.embedding_bag.api import embedding_bag
     from pallas_kernels.ops.gated_activation.api import gated_activation
     from pallas_kernels.ops.gated_linear.api import gated_linear
     from pallas_kernels.ops.grouped_gated_linear.api import grouped_gated_linear
     from pallas_kernels.ops.grouped_linear.api import grouped_linear
-    from pallas_kernels.ops.layer_norm.api import layer_norm
     from pallas_kernels.ops.linear.api import linear
     from pallas_kernels.ops.linear_cross_entropy.api import linear_cross_entropy
     from pallas_kernels.ops.linear_residual_norm.api import linear_residual_norm
     from pallas_kernels.ops.lora_linear.api import lora_linear
     from pallas_kernels.ops.norm_linear.api import norm_linear
+    from pallas_kernels.ops.norms.api import dropout_residual_norm, layer_norm, rms_norm
     from pallas_kernels.ops.qkv_projection.api import qkv_projection
     from pallas_kernels.ops.quantized_linear.api import quantized_linear
     from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight, quantize
-    from pallas_kernels.ops.rms_norm.api import rms_norm
     from pallas_kernels.ops.rope.api import rope
     from pallas_kernels.ops.softmax.api import softmax
     from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS
@@ -90,6 +88,7 @@ _HOMES = {
     "arguments": ("Norm", "Rope"),
     "dispatch": ("Choice", "choice", "recorded_choices"),
     "ops._products.norm": ("fold_scale",),
+    "ops.norms.api": ("rms_norm", "layer_norm", "dropout_residual_norm"),
     "ops.quantized_linear.weight": ("QuantizedWeight", "quantize"),
     "primitives.few_rows.config": ("MOST_FUSED_NORM_ROWS",),
     "primitives.partitioned": ("KernelWarning",),

@@ -20,9 +20,14 @@ _NAMES = (
 )
 
 
+_FOLDERS = dict.fromkeys(("rms_norm", "layer_norm", "dropout_residual_norm"), "norms") | {
+    "grouped_gated_linear": "grouped_linear"
+}
+"""Folders of several operations' entries."""
+
+
 def _entry(name: str) -> OpSpec:
-    folder = "grouped_linear" if name == "grouped_gated_linear" else name
-    return getattr(import_module(f"pallas_kernels.ops.{folder}.specs"), name.upper())
+    return getattr(import_module(f"pallas_kernels.ops.{_FOLDERS.get(name, name)}.specs"), name.upper())
 
 
 REGISTRY: Mapping[str, OpSpec] = MappingProxyType({name: _entry(name) for name in _NAMES})

@@ -1,1 +1,1 @@
-"""One folder per operation. The public functions are in `pallas_kernels`; `ops.rms_norm` is the folder."""
+"""One folder per operation, or family: `ops.softmax`, `ops.norms`. The public functions are in `pallas_kernels`."""

@@ -147,6 +147,22 @@ def _static(operation: str, name: str, kind: str) -> str:
     )
 
 
+def check_features(operation: str, x: jax.Array, **parameters: jax.Array | None) -> None:
+    """Raises TypeError unless x and the parameters are floating, ValueError unless they have one value a feature of x.
+
+    A parameter may be None.
+    """
+    given = {name: array for name, array in parameters.items() if array is not None}
+    for name, array in {"x": x, **given}.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{operation}: {name} must be floating, got {array.dtype.name}; cast it first.")
+    for name, array in given.items():
+        if x.ndim and array.shape != x.shape[-1:]:
+            raise ValueError(
+                f"{operation}: {name} must be ({x.shape[-1]},), one value a feature of x {x.shape}, got {array.shape}."
+            )
+
+
 def check_lookup(operation: str, modes: tuple[str, ...], mode: str, table: jax.Array, **indices: jax.Array) -> None:
     """Raises a TypeError or ValueError, in the operation's name, for a mode, table or indices that it does not take."""
     if mode not in modes:

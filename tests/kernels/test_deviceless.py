@@ -21,8 +21,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels import REGISTRY
-from pallas_kernels.ops._norms.forward import norm_forward
-from pallas_kernels.ops._norms.norm import Norm
+from pallas_kernels.ops.norms.forward import norm_forward
+from pallas_kernels.ops.norms.norm import StaticNorm
 
 SECONDS = 550
 """That a part of an operation's calls may take."""
@@ -105,7 +105,7 @@ def test_kernels_compile_well(op, part, compiler):
 
 
 def normed(name, x):
-    return norm_forward(Norm(name=name, epsilon=1e-6), x, with_statistics=True)
+    return norm_forward(StaticNorm(name=name, epsilon=1e-6), x, with_statistics=True)
 
 
 @pytest.mark.parametrize(("name", "shape"), [("layer_norm", (512, 256)), ("rms_norm", (300, 16384))])

@@ -9,10 +9,10 @@ import pytest
 from draws import normal
 
 from pallas_kernels import dropout_residual_norm, layer_norm, rms_norm
-from pallas_kernels.ops._norms.backward import norm_backward
-from pallas_kernels.ops._norms.config import BackwardConfig, ForwardConfig
-from pallas_kernels.ops._norms.forward import norm_forward
-from pallas_kernels.ops._norms.norm import Norm
+from pallas_kernels.ops.norms.backward import norm_backward
+from pallas_kernels.ops.norms.config import BackwardConfig
+from pallas_kernels.ops.norms.forward import norm_forward
+from pallas_kernels.ops.norms.norm import StaticNorm
 from pallas_kernels.primitives.random import array_keep_mask, key_words
 
 KEY = jax.random.key(11)
@@ -63,7 +63,7 @@ def test_without_dropout_it_is_the_norm_alone(norm, seed):
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_every_form_of_the_kernels_draws_the_same_mask(norm, seed):
     """Masks do not depend on how rows are cut: whole rows, an odd rest by XLA, several warpgroups."""
-    settings = Norm(name=norm, epsilon=1e-6, rate=0.3)
+    settings = StaticNorm(name=norm, epsilon=1e-6, rate=0.3)
     words = key_words(KEY)
     for features in (1024, 1027):
         x, residual, dy, dtotal = (rows(seed + i, 3, features) for i in range(4))
@@ -102,15 +102,14 @@ def test_arguments_that_do_not_belong_together(arguments, message):
 def test_all_forward_configurations_agree(seed, name):
     """However warps share a row, its mask, its sum and its norm are the same."""
     x, residual, scale = rows(seed, 3, 1024), rows(seed + 1, 3, 1024), 1 + 0.1 * rows(seed, 1, 1024)[0]
-    norm = Norm(name=name, epsilon=1e-6, rate=0.25)
-    run = lambda config: norm_forward(  # noqa: E731
-        norm, x, scale=scale, residual=residual, words=key_words(KEY), config=config
+    norm = StaticNorm(name=name, epsilon=1e-6, rate=0.25)
+    run = lambda ahead: norm_forward(  # noqa: E731
+        norm, x, scale=scale, residual=residual, words=key_words(KEY), ahead=ahead
     )
-    y, total, _ = run(ForwardConfig())
+    y, total, _ = run(False)
     np.testing.assert_array_equal(
         total, np.where(np.asarray(array_keep_mask(KEY, x.shape, rate=0.25)), x * (1 / 0.75), 0) + residual
     )
-    for config in (ForwardConfig(piece=1), ForwardConfig(reads_ahead=True)):
-        got_y, got_total, _ = run(config)
-        np.testing.assert_array_equal(got_total, total, err_msg=f"{config} seed={seed}")
-        np.testing.assert_allclose(got_y, y, rtol=1e-5, atol=1e-5, err_msg=f"{config} seed={seed}")
+    got_y, got_total, _ = run(True)
+    np.testing.assert_array_equal(got_total, total, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(got_y, y, rtol=1e-5, atol=1e-5, err_msg=f"seed={seed}")

@@ -17,7 +17,7 @@ from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
-from pallas_kernels.primitives.few_rows.norm import RowNorm
+from pallas_kernels.primitives.few_rows.norm import PrologueNorm
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.hopper import SHARED_BYTES
 
@@ -152,7 +152,7 @@ def test_heads_of_weights_beside_each_other(name, seed):
         x,
         weights,
         bias=jnp.concatenate(filled),
-        norm=RowNorm(epsilon=0.1, scale=scale) if is_normed else None,
+        norm=PrologueNorm(epsilon=0.1, scale=scale) if is_normed else None,
         rotation=rotation,
         is_concatenated=True,
         config=config,
@@ -190,7 +190,9 @@ def test_norm_of_rows(splits, seed):
     m, k, n = 9, 192, 128
     x, w, scale = normal(seed, m, k), normal(seed + 1, k, n), normal(seed + 2, k)
     config = FewRowsConfig(columns=64, splits=splits, warpgroups=3 - splits, in_flight=1)
-    (got,) = few_rows_product(x, [w], norm=RowNorm(epsilon=0.1, scale=scale if splits == 2 else None), config=config)
+    (got,) = few_rows_product(
+        x, [w], norm=PrologueNorm(epsilon=0.1, scale=scale if splits == 2 else None), config=config
+    )
     assert_close(got, normalised(x, scale if splits == 2 else jnp.ones(k)) @ wide(w))
 
 
@@ -203,7 +205,7 @@ def test_epilogue_after_a_norm_of_rows(dtype, seed):
         x,
         [w],
         epilogue=Epilogue(activation=get_activation("few_rows", "relu"), keeps_products=True),
-        norm=RowNorm(epsilon=0.1, scale=scale.astype(dtype)),
+        norm=PrologueNorm(epsilon=0.1, scale=scale.astype(dtype)),
         bias=bias,
         residual=residual,
         config=FewRowsConfig(columns=64, depth=128, stages=2, warpgroups=2),

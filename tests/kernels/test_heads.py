@@ -9,7 +9,7 @@ import pytest
 from draws import integers, normal
 
 from pallas_kernels import Norm, Rope, qkv_projection
-from pallas_kernels.ops._norms.reference import rms_norm_reference
+from pallas_kernels.ops.norms.reference import rms_norm_reference
 from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.ops.rope.heads import HeadArray, launch_heads
 from pallas_kernels.ops.rope.reference import rope_reference

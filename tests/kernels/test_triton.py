@@ -16,7 +16,7 @@ from pallas_kernels.primitives import triton_calls
 from pallas_kernels.primitives.triton_calls import row_block, triton_unsupported
 
 OPERATIONS = [op for op in REGISTRY.values() if "triton" in op.implementations]
-MODULES = [f"pallas_kernels.ops.{name}.triton" for name in ("_norms", "softmax", "linear")]
+MODULES = [f"pallas_kernels.ops.{name}.triton" for name in ("norms", "softmax", "linear")]
 X = jnp.ones((2, 256))
 
 

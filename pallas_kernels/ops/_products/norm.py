@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.ops._norms import apply
-from pallas_kernels.ops._norms.norm import Norm as RowKernelNorm
-from pallas_kernels.ops._norms.reference import norm_reference as row_reference
+from pallas_kernels.ops.norms import apply
+from pallas_kernels.ops.norms.norm import StaticNorm
+from pallas_kernels.ops.norms.reference import norm_reference as row_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays, static_flag
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.few_rows.norm import RowNorm
+from pallas_kernels.primitives.few_rows.norm import PrologueNorm
 from pallas_kernels.primitives.gradients import differentiated_as
 from pallas_kernels.primitives.settings import usual_promotion
 
@@ -80,13 +80,13 @@ def normalised(norm: Norm | None, x: jax.Array) -> jax.Array:
     if norm.mean_square is not None:
         # The gradient keeps x, not its float32 values.
         return jax.checkpoint(norm_reference)(replace(norm, mean_square=norm.mean_square.reshape(-1)), x)
-    row_kernel = RowKernelNorm(
+    static = StaticNorm(
         name="rms_norm" if norm.kind == "rms" else "layer_norm",
         epsilon=float(norm.epsilon),
         rounds_before_scale=norm.rounds_before_scale,
     )
     scale, bias = (None if each is None else jnp.asarray(each) for each in (norm.scale, norm.bias))
-    return apply.apply_norm(row_kernel, False, x, scale, bias)[0]  # pyright: ignore[reportIndexIssue]
+    return apply.apply_norm(static, "mosaic", False, x, scale, bias)[0]  # pyright: ignore[reportIndexIssue]
 
 
 def norm_reference(norm: Norm | None, x: jax.Array) -> jax.Array:
@@ -119,7 +119,7 @@ def before_product(norm: Norm | None, x: jax.Array, config: Any) -> tuple[jax.Ar
     if is_fusable(norm, x) and isinstance(config, FewRowsConfig) and config.fuses_norm:
         assert norm is not None
         scale = None if norm.scale is None else jnp.asarray(norm.scale)
-        return x, {"norm": RowNorm(epsilon=float(norm.epsilon), scale=scale)}
+        return x, {"norm": PrologueNorm(epsilon=float(norm.epsilon), scale=scale)}
     if norm is not None and norm.mean_square is not None and norm.scale is None:
         return x, {"row_scale": lax.rsqrt(norm.mean_square.reshape(-1).astype(jnp.float32) + norm.epsilon)}
     return normalised(norm, x), {}

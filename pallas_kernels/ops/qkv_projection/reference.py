@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm, Rope
-from pallas_kernels.ops._norms.reference import rms_norm_reference
 from pallas_kernels.ops._products.norm import as_rows, norm_reference
+from pallas_kernels.ops.norms.reference import rms_norm_reference
 from pallas_kernels.ops.rope.reference import rope_reference
 from pallas_kernels.ops.rope.tables import row_tables
 

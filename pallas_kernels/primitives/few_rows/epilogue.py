@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives.few_rows.heads import Rotation, rotated
-from pallas_kernels.primitives.few_rows.norm import RowNorm
+from pallas_kernels.primitives.few_rows.norm import PrologueNorm
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.integers import unit
@@ -134,7 +134,7 @@ class Finish:
     residual: RowTiles | None = None
     loaded: Any = None
     rotation: Rotation | None = None
-    norm: RowNorm | None = None
+    norm: PrologueNorm | None = None
 
     def begin(self, column: jax.Array) -> list[Ready]:
         """Starts the load of the residual and reads each group's operands, before the products of the tile there."""

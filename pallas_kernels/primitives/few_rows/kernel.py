@@ -22,7 +22,7 @@ from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.epilogue import Finish, Place, epilogue_types
 from pallas_kernels.primitives.few_rows.heads import Rotation
-from pallas_kernels.primitives.few_rows.norm import RowNorm, no_squares, scaled
+from pallas_kernels.primitives.few_rows.norm import PrologueNorm, no_squares, scaled
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.few_rows.weights import load_weights, multiply_groups, multiply_whole, ring_types
 from pallas_kernels.primitives.flop_metadata import product
@@ -42,7 +42,7 @@ def few_rows_product(
     bias: jax.Array | Sequence[jax.Array] | None = None,
     row_scale: jax.Array | None = None,
     residual: jax.Array | None = None,
-    norm: RowNorm | None = None,
+    norm: PrologueNorm | None = None,
     rotation: Rotation | None = None,
     is_concatenated: bool = False,
     out_dtype: jnp.dtype | None = None,
@@ -126,7 +126,7 @@ def few_rows_product(
 def _launch(
     problem: Problem,
     epilogue: Epilogue,
-    norm: RowNorm | None,
+    norm: PrologueNorm | None,
     rotation: Rotation | None,
     x: jax.Array,
     weights,

@@ -29,7 +29,7 @@ _MOST_LINES = 256
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class RowNorm:
+class PrologueNorm:
     """An RMS norm: divides rows by the root of their mean square plus `epsilon`, then multiplies by `scale`.
 
     scale: (K,), any floating dtype of at most 32 bits, or None.

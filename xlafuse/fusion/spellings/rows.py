@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops._norms.reference import layer_norm_reference, rms_norm_reference
+from pallas_kernels.ops.norms.reference import layer_norm_reference, rms_norm_reference
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 from pallas_kernels.primitives.activations import ACTIVATIONS

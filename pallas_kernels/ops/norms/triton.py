@@ -8,15 +8,14 @@ The module is imported only when requested, since it imports Triton.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import jax_triton  # pyright: ignore[reportMissingImports]
 import triton
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from pallas_kernels.ops._norms.norm import Norm
+from pallas_kernels.ops.norms.backward import NormGradients
+from pallas_kernels.ops.norms.norm import StaticNorm
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.triton_calls import row_block
 
@@ -63,8 +62,7 @@ def norm_backward(
     dy_ptr,
     scale_ptr,
     dx_ptr,
-    dscale_ptr,
-    dbias_ptr,
+    sums_ptr,
     rows: tl.constexpr,
     features: tl.constexpr,
     block: tl.constexpr,
@@ -96,81 +94,75 @@ def norm_backward(
         dscale += dy * value
         dbias += dy
         offsets += blocks * features
-    partial_sums = first.to(tl.int64) * features + columns
-    tl.store(dscale_ptr + partial_sums, dscale, mask=inside)
+    sums_ptr += first.to(tl.int64) * features + columns
+    tl.store(sums_ptr, dscale, mask=inside)
     if has_bias:
-        tl.store(dbias_ptr + partial_sums, dbias, mask=inside)
+        tl.store(sums_ptr + blocks * features, dbias, mask=inside)
 
 
-def forward(norm: Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Returns y and the statistics, `Norm.statistics`. x: (rows, features)."""
-    rows, features = x.shape
-    block, warps = row_block(features)
-    return jax_triton.triton_call(
-        x,
-        scale,
-        scale if bias is None else bias,  # an unused pointer must still be a valid one
+def triton_forward(
+    norm: StaticNorm,
+    x: jax.Array,
+    *,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    with_statistics: bool = False,
+    **absent: None,
+) -> tuple[jax.Array, None, jax.Array]:
+    """Returns y, no sum and `StaticNorm.statistics`, whether asked for or not. x: (rows, features).
+
+    absent: the arguments of the Mosaic GPU kernel that this one does not take.
+    """
+    del with_statistics, absent
+    bias = scale if bias is None else bias  # an unused pointer must still be a valid one
+    y, statistics = jax_triton.triton_call(
+        *(x, scale, bias),
         kernel=norm_forward,
-        out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype), norm.statistics(rows, x.dtype)),
-        grid=(rows,),
+        out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype), norm.statistics(x.shape[0], x.dtype)),
+        grid=(x.shape[0],),
         name=f"{norm.name}_triton",
-        num_warps=warps,
-        rows=rows,
-        features=features,
         epsilon=norm.epsilon,
-        block=block,
-        mean_passes=norm.mean_passes(x.dtype),
-        has_bias=bias is not None,
+        has_bias=bias is not scale,
+        **_constants(norm, x),
     )
+    return y, None, statistics
 
 
-def backward(
-    norm: Norm, x: jax.Array, statistics: jax.Array, dy: jax.Array, scale: jax.Array, bias: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns the gradients of x, scale and bias. x, dy: (rows, features)."""
-    rows, features = x.shape
-    block, warps = row_block(features)
+def triton_backward(
+    norm: StaticNorm,
+    total: jax.Array,
+    statistics: jax.Array,
+    dy: jax.Array,
+    *,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    dtotal: jax.Array | None,
+    words: None = None,
+) -> NormGradients:
+    """Returns the gradients of x, which is the total, of scale and bias. total, dy: (rows, features)."""
+    if dtotal is not None or scale is None:
+        raise NotImplementedError("the Triton kernels take a scale and no residual")
+    rows, features = total.shape
     blocks = min(rows, _BLOCKS_PER_CORE * target_device().core_count)
-    sums = ((blocks, features), (1,) if bias is None else (blocks, features))
-    dx, *partials = jax_triton.triton_call(
-        x,
-        statistics,
-        dy,
-        scale,
+    sums = jax.ShapeDtypeStruct((1 if bias is None else 2, blocks, features), jnp.float32)
+    dx, partials = jax_triton.triton_call(
+        *(total, statistics, dy, scale),
         kernel=norm_backward,
-        out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype), *(jax.ShapeDtypeStruct(n, jnp.float32) for n in sums)),
+        out_type=(jax.ShapeDtypeStruct(total.shape, total.dtype), sums),
         grid=(blocks,),
         name=f"{norm.name}_backward_triton",
-        num_warps=warps,
-        rows=rows,
-        features=features,
-        block=block,
         blocks=blocks,
-        mean_passes=norm.mean_passes(x.dtype),
         has_bias=bias is not None,
+        **_constants(norm, total),
     )
-    dscale, dbias = (
-        None if array is None else jnp.sum(part, axis=0).astype(array.dtype)
-        for array, part in zip((scale, bias), partials, strict=True)
-    )
-    assert dscale is not None
-    return dx, dscale, dbias
+    dscale, *dbias = jnp.sum(partials, axis=1)
+    dbias = None if bias is None else dbias[0].astype(bias.dtype)
+    return NormGradients(dtotal=dx, dx=None, dscale=dscale.astype(scale.dtype), dbias=dbias)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def triton_norm(norm: Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Normalises the rows of x (rows, features)."""
-    return forward(norm, x, scale, bias)[0]
-
-
-def _fwd(norm, x, scale, bias):
-    y, statistics = forward(norm, x, scale, bias)
-    return y, (x, statistics, scale, bias)
-
-
-def _bwd(norm, saved, dy):
-    x, statistics, scale, bias = saved
-    return backward(norm, x, statistics, dy, scale, bias)
-
-
-triton_norm.defvjp(_fwd, _bwd)
+def _constants(norm: StaticNorm, x: jax.Array) -> dict[str, int]:
+    """Returns what both kernels are compiled for."""
+    rows, features = x.shape
+    block, warps = row_block(features)
+    passes = norm.mean_passes(x.dtype)
+    return {"rows": rows, "features": features, "block": block, "num_warps": warps, "mean_passes": passes}

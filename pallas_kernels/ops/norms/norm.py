@@ -17,8 +17,8 @@ NormName = Literal["rms_norm", "layer_norm"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Norm:
-    """A norm's static parameters, for the row kernels. `pallas_kernels.Norm`, with arrays, is a product's norm.
+class StaticNorm:
+    """What is static of a norm, for the row kernels. `pallas_kernels.Norm`, with arrays, is a product's argument.
 
     name: "rms_norm" divides a row by its root mean square; "layer_norm" subtracts its mean first.
     epsilon: added to the mean square.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.ops.norms.norm import NormName
+from pallas_kernels.primitives.random import array_keep_mask
 
 _mean = partial(jnp.mean, axis=-1, keepdims=True)
 
@@ -44,3 +48,26 @@ def norm_reference(
 
 rms_norm_reference = partial(norm_reference, is_centered=False)
 layer_norm_reference = partial(norm_reference, is_centered=True)
+
+
+def dropout_residual_norm_reference(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    residual: jax.Array,
+    rate: float,
+    key: jax.Array | None,
+    norm: NormName = "rms_norm",
+    **options: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.dropout_residual_norm`. Draws the same mask as the kernels. options: of `norm_reference`."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    value = dropped(x.astype(wide), key, rate) if rate and key is not None else x.astype(wide)
+    total = (value + residual.astype(wide)).astype(x.dtype)
+    return norm_reference(total, scale, bias, is_centered=norm == "layer_norm", returns_total=True, **options)
+
+
+def dropped(values: jax.Array, key: jax.Array, rate: float) -> jax.Array:
+    """Applies dropout: zero where the mask drops a value, else the value times 1 / (1 - rate)."""
+    return jnp.where(array_keep_mask(key, values.shape, rate=rate), values * (1.0 / (1.0 - rate)), 0)

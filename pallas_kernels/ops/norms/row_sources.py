@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops._norms.config import BackwardConfig
+from pallas_kernels.ops.norms.config import BackwardConfig
 from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.row_kernel import HeldRows
 from pallas_kernels.primitives.rows import (
@@ -45,7 +45,7 @@ class Rows:
     """The rows that a warpgroup differentiates at once, or its part of one row.
 
     index, columns: each element's row, or that of all, and column.
-    statistics: see `Norm.statistics`; they and what `sums` returns combine with the elements.
+    statistics: see `StaticNorm.statistics`; they and what `sums` returns combine with the elements.
     read: returns the streams. sums: sums each of its arguments over the whole rows; called once.
     is_read_again: whether `read` is called again after `sums`, as registers do not keep the values.
     counted: sets values to zero in rows that another step counts.

@@ -1,1 +1,0 @@
-"""Dropout, residual sum and norm."""

@@ -1,1 +1,0 @@
-"""LayerNorm, with an optional residual sum in front."""

@@ -1,1 +1,0 @@
-"""RMSNorm, with an optional residual sum in front."""
