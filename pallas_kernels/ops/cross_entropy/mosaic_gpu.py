@@ -20,9 +20,8 @@ from pallas_kernels.ops.cross_entropy.config import ForwardConfig, default_forwa
 from pallas_kernels.ops.cross_entropy.formula import Terms, weight_of
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_ring import ring_kernel
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import row_and_part, write_gradient
-from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives.exponents import LOWEST
-from pallas_kernels.primitives.row_kernel import HeldRows, RowChunks, held_segments, row_kernel
+from pallas_kernels.primitives.row_kernel import HeldRows, RowChunks, compiler_params, held_segments, row_kernel
 from pallas_kernels.primitives.rows import load_row, map_row, row_max, row_sum, to_float32
 
 Statistics = tuple[jax.Array, jax.Array]
@@ -113,7 +112,7 @@ def _split_kernels(
 
         def of_part(columns, segments):
             values = to_float32(load_row(refs["logits"].at[row, columns], segments))
-            maximum = jnp.maximum(row_max(values, segments), LOWEST)
+            maximum = jnp.maximum(row_max(values), LOWEST)
             refs["part_maximum"][row, part] = maximum
             refs["part_total"][row, part] = row_sum(map_row(lambda v: jnp.exp(v - maximum), values), segments)
             if terms.label_smoothing:

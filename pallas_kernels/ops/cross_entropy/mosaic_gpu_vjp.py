@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.cross_entropy.formula import Slope, Terms, weight_of
-from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.references import in_place
-from pallas_kernels.primitives.row_kernel import RowChunks, row_kernel
+from pallas_kernels.primitives.row_kernel import RowChunks, compiler_params, row_kernel
 from pallas_kernels.primitives.rows import (
     load_row,
     map_row,
