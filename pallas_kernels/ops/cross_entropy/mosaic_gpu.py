@@ -9,7 +9,6 @@ results and writes its part of loss and gradient.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -80,8 +79,8 @@ def _whole_rows_kernel(
         total = held.sum(map_row(lambda v: jnp.exp(v - highest), values))
         logit_sum = held.sum(values) if terms.label_smoothing else None
         if with_gradient:
-            label, weight = held.spread(token.label), held.spread(token.weight)
-            slope = terms.slope(highest, held.spread(total), replace(token, label=label, weight=weight))
+            slope = jax.tree.map(held.spread, terms.slope(maximum, total, token))
+            label = held.spread(token.label)
             held.store(refs["gradient"], map_row(lambda v, c: slope(v, c == label), values, held.columns))
         held.store_value(refs["loss"], terms.loss(token, maximum, total, target, logit_sum))
         held.store_value(refs["maximum"], maximum)
