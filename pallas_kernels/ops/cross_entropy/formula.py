@@ -116,13 +116,13 @@ class Terms:
 
     def token(self, label: jax.Array, weight: jax.Array | float) -> Token:
         """Returns the token of an int32 label."""
-        is_ignored = label == self.ignore_index
-        is_valid = (label != self.ignore_index) & (label >= 0) & (label < self.vocabulary)
+        is_ignored, is_counted = label == self.ignore_index, label != self.ignore_index
+        is_valid = is_counted & (label >= 0) & (label < self.vocabulary)
         label, share, mass = jnp.where(is_valid, label, 0), 1 - self.label_smoothing, 1
         if self.is_one_hot:
             share = jnp.where(is_valid, jnp.float32(share), jnp.float32(0))
             mass = share + self.label_smoothing
-            is_valid = jnp.logical_not(is_ignored)
+            is_valid = is_counted
         return Token(
             label=label,
             is_valid=is_valid,
