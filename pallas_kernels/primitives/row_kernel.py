@@ -13,8 +13,10 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.compat import store
@@ -101,16 +103,21 @@ class HeldRows:
 
     def max(self, values: RowValues) -> jax.Array:
         """Returns the row's maximum."""
-        return line_max(values) if self._are_several else row_max(values, self.segments)
+        return line_max(values) if self._are_several else row_max(values)
 
     def spread(self, value: jax.Array) -> jax.Array:
         """Broadcasts the row's value, so that it combines with the row's elements."""
         return over_lines(value, self.segments[:1])[0] if self._are_several else value
 
 
-def held_segments(shape: tuple[int, int], itemsize: int) -> tuple[int, tuple[Segment, ...]]:
-    """Returns how many of (rows, features) a block holds at once, 0 if they are not short, and their segments."""
-    if at_once := short_rows_at_once(shape, itemsize):
+def held_segments(shape: tuple[int, int], itemsize: int, at_once: int | None = None) -> tuple[int, tuple[Segment, ...]]:
+    """Returns how many of (rows, features) a block holds at once, 0 if they are not short, and their segments.
+
+    at_once: that number, if it is known.
+    """
+    if at_once is None:
+        at_once = short_rows_at_once(shape, itemsize)
+    if at_once:
         return at_once, split_short_rows(shape[1], itemsize, rows=at_once)
     return 0, split_row(shape[1], itemsize)
 
@@ -172,6 +179,14 @@ class RowChunks:
         @pl.loop(0, self.trips)
         def _(i):
             function(self.columns(i), self.segments)
+
+
+def compiler_params(dtype: DTypeLike, **others: Any) -> plgpu.CompilerParams:
+    """Returns the compiler parameters: approximate exponentials (2 ulp of float32) for 16-bit types only.
+
+    There are no automatic barriers: each thread reads back only what it wrote itself, in the same layout.
+    """
+    return plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=jnp.dtype(dtype).itemsize < 4, **others)
 
 
 def row_kernel(

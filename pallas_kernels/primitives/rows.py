@@ -13,8 +13,8 @@ warpgroup.
 
 Row values are tuples of float32 arrays, one a segment, so `jax.tree.map` works on them.
 
-Of short rows each warp holds whole ones, several in turn (`WarpSegment`). Functions of a row then compute all of a
-block's rows at once: what is a scalar for one row, such as its sum, is an array of the segments' shape.
+Of short rows each warp holds whole ones, several in turn (`WarpSegment`). What is a scalar for one row, such as its
+sum, is then a value a line.
 """
 
 from __future__ import annotations
@@ -312,8 +312,6 @@ def _over_lines(values: jax.Array, segment: Segment, axis: int) -> jax.Array:
 
 def row_sum(values: RowValues, segments: Sequence[Segment]) -> jax.Array:
     """Sums over a row; every thread holds the result, in the values' dtype. Repeated columns count once."""
-    if isinstance(segments[0], WarpSegment):
-        return _over_lines(line_sums(values, segments), segments[0], 0)
     return functools.reduce(jnp.add, [sum_of(value) for value in _counted(values, segments)])
 
 
@@ -337,10 +335,8 @@ def _folded(values: Sequence[jax.Array], layouts: Sequence[Any]) -> list[jax.Arr
     return list(folded.values())
 
 
-def row_max(values: RowValues, segments: Sequence[Segment]) -> jax.Array:
+def row_max(values: RowValues) -> jax.Array:
     """Returns the maximum of a row, in every thread. Repeated columns do not matter."""
-    if isinstance(segments[0], WarpSegment):
-        return _over_lines(line_max(values), segments[0], 0)
     return functools.reduce(jnp.maximum, [jnp.max(value) for value in values])
 
 

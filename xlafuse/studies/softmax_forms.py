@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.softmax.masking import Masking
-from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params, softmax_forward
+from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.row_kernel import compiler_params
 from pallas_kernels.primitives.rows import load_row, map_row, row_max, row_sum, split_row, store_row, to_float32
 
 THREE_KERNEL = "three kernels"
@@ -40,7 +41,7 @@ def softmax_three_kernels(x: jax.Array) -> jax.Array:
         return to_float32(load_row(x_ref.at[lax.axis_index("row")], segments))
 
     def softmax_maximum(x_ref, maximum_ref):
-        maximum_ref[lax.axis_index("row")] = row_max(load(x_ref), segments)
+        maximum_ref[lax.axis_index("row")] = row_max(load(x_ref))
 
     def softmax_sum(x_ref, maximum_ref, sum_ref):
         row = lax.axis_index("row")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -15,8 +14,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
-from pallas_kernels.ops.cross_entropy.parts import cross_entropy_of_part, dimensions, loss_from_parts
-from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds
+from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds, wide_labels
 from pallas_kernels.primitives.checks import as_arrays, finite_number, static_integer, static_number
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
@@ -27,13 +25,43 @@ Reduction = Literal["none", "sum", "mean"]
 IGNORED = -1
 
 
-def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Array:
-    def losses(reduction: str) -> jax.Array:
-        if "v" in sums:
-            return cross_entropy_of_part(arguments["logits"], arguments, sums["v"], reduction)
-        return cross_entropy(**{**arguments, "reduction": reduction})
+def dimensions(arguments: Mapping[str, Any], inputs: str) -> str:
+    """Returns the text for `shares`: a loss without reduction has rows, a reduced one is a sum over them.
 
-    return loss_from_parts(losses, arguments, sums)
+    inputs: the dimensions of the arrays but labels.
+    """
+    return f"{inputs}, labels: ... -> ..." if arguments["reduction"] == "none" else f"{inputs}, labels: +... ->"
+
+
+def loss_from_parts(
+    loss: Callable[..., jax.Array],
+    reference: Callable[..., jax.Array],
+    arguments: Mapping[str, Any],
+    sums: Mapping[str, Any],
+) -> jax.Array:
+    """Computes a loss where devices have parts of the rows or of the vocabulary.
+
+    loss, reference: the operation on one device's rows, and its reference, which also takes a part of the vocabulary.
+    """
+
+    def losses(reduction: str) -> jax.Array:
+        own = {**arguments, "reduction": reduction}
+        if "v" not in sums:
+            return loss(**own)
+        del own["implementation"]
+        return reference(**own, vocabulary=sums["v"])
+
+    if "..." not in sums:
+        return losses(arguments["reduction"])
+    total = sums["..."].total(losses("sum"))
+    if arguments["reduction"] == "sum":
+        return total
+    is_ignored, _ = label_kinds(wide_labels(arguments["labels"]), 1, arguments["ignore_index"])
+    return total / jnp.maximum(1, sums["..."].total(jnp.sum(~is_ignored))).astype(total.dtype)
+
+
+def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Array:
+    return loss_from_parts(cross_entropy, cross_entropy_reference, arguments, sums)
 
 
 @shares(partial(dimensions, inputs="logits: ... +v"), _from_parts)
@@ -116,8 +144,7 @@ def cross_entropy(
     if reduction == "mean":
         weights = jnp.sum(flat_labels != options["ignore_index"], dtype=jnp.int32).reshape(1)
     terms = Terms(vocabulary=vocabulary, is_one_hot=is_one_hot, **options)
-    call = _Call(terms=terms, is_reduced=reduction != "none")
-    loss: jax.Array = _cross_entropy_mosaic(call, rows, flat_labels, weights)  # pyright: ignore
+    loss: jax.Array = _cross_entropy_mosaic(terms, reduction != "none", rows, flat_labels, weights)  # pyright: ignore
     return loss.reshape(labels.shape) if reduction == "none" else loss
 
 
@@ -154,8 +181,7 @@ def checked_labels(operation: str, labels: jax.Array, shape: tuple[int, ...], *,
         raise TypeError(f"{operation}: labels must be integers, got {labels.dtype.name}.")
     if labels.shape != shape:
         raise ValueError(f"{operation}: labels must be {shape}, one a {each}, got {labels.shape}.")
-    # The vocabulary's size and `ignore_index` may not fit in fewer bits.
-    return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
+    return wide_labels(labels)
 
 
 def checked_options(
@@ -185,34 +211,26 @@ def checked_options(
     return options
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """The static arguments of a call. is_reduced: whether the result is the sum of the weighted losses."""
-
-    terms: Terms
-    is_reduced: bool
-
-    def result(self, losses: jax.Array) -> jax.Array:
-        return jnp.sum(losses) if self.is_reduced else losses
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy_mosaic(call: _Call, logits: jax.Array, labels: jax.Array, weights: jax.Array | None) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cross_entropy_mosaic(
+    terms: Terms, is_reduced: bool, logits: jax.Array, labels: jax.Array, weights: jax.Array | None
+) -> jax.Array:
     """Returns weighted losses, or their sum. logits: (rows, vocabulary). labels: (rows,). weights: (1,) int32."""
-    losses, _, _ = cross_entropy_forward(logits, labels, weights, terms=call.terms, with_gradient=False)
-    return call.result(losses)
+    losses, _, _ = cross_entropy_forward(logits, labels, weights, terms=terms, with_gradient=False)
+    return jnp.sum(losses) if is_reduced else losses
 
 
-def _mosaic_fwd(call, logits, labels, weights):
+def _mosaic_fwd(terms, is_reduced, logits, labels, weights):
     logits, labels, weights = logits.value, labels.value, None if weights is None else weights.value
-    with_gradient = call.is_reduced and logits.dtype != jnp.float16  # float16 needs its loss scale first
+    with_gradient = is_reduced and logits.dtype != jnp.float16  # float16 needs its loss scale first
     losses, statistics, gradient = cross_entropy_forward(
-        logits, labels, weights, terms=call.terms, with_gradient=with_gradient
+        logits, labels, weights, terms=terms, with_gradient=with_gradient
     )
-    return call.result(losses), (gradient, None if with_gradient else (logits, labels, weights, statistics))
+    losses = jnp.sum(losses) if is_reduced else losses
+    return losses, (gradient, None if with_gradient else (logits, labels, weights, statistics))
 
 
-def _mosaic_bwd(call, saved, cotangent):
+def _mosaic_bwd(terms, _, saved, cotangent):
     gradient, inputs = saved
     if isinstance(cotangent, SymbolicZero):
         return jnp.zeros_like(gradient if inputs is None else inputs[0]), None, None
@@ -220,7 +238,7 @@ def _mosaic_bwd(call, saved, cotangent):
         return scale_in_place(gradient, cotangent), None, None
     logits, labels, weights, statistics = inputs
     weights = cotangent.reshape(-1) if weights is None else cotangent / jnp.maximum(weights, 1)
-    return cross_entropy_backward(logits, labels, weights, statistics, terms=call.terms), None, None
+    return cross_entropy_backward(logits, labels, weights, statistics, terms=terms), None, None
 
 
 _cross_entropy_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd, symbolic_zeros=True)

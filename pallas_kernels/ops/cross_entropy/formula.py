@@ -5,8 +5,8 @@ With z the logits of a row, t its label, V the vocabulary, s the label smoothing
     loss = lse - (1 - s) z_t - s mean(z) + c lse^2,      lse = log(sum(exp(z)))
     dz_j = exp(z_j - lse) (1 + 2 c lse) - (1 - s) [j = t] - s / V
 
-Where a label outside the vocabulary is a row of zeros, that row's target has the smoothing alone: its 1 - s is 0, and
-its lse and 1 in front of these are s.
+Where a label outside the vocabulary is a row of zeros, that row's target has the smoothing alone: its share 1 - s is 0,
+and its mass, the 1 in front of lse and of exp(z_j - lse), is s.
 
 Where possible the maximum is used rather than lse: at logits of 1e4 the float32 rounding of lse alone is a relative
 error of 5e-4 in every probability. For 16-bit logits an exponential is 2^(z log2(e) - shift), one fused multiply-add
@@ -74,15 +74,15 @@ class Token:
     """A row's label, and the weight of its loss.
 
     label: the label, or a valid token in place of an invalid one. is_valid: whether the row counts. offset: the loss if
-    it does not. weight: the factor of the loss, 0 if it does not. share: of the label's token in the target; None for
-    all but the smoothing.
+    it does not. weight: the factor of the loss, 0 if it does not. share, mass: of the target, at the label and in all.
     """
 
     label: jax.Array
     is_valid: jax.Array
     weight: jax.Array
     offset: jax.Array
-    share: jax.Array | None = None
+    share: jax.Array | float
+    mass: jax.Array | float
 
 
 def weight_of(load: Callable[[Any], jax.Array], ref: Any = None) -> jax.Array | float:
@@ -116,16 +116,18 @@ class Terms:
 
     def token(self, label: jax.Array, weight: jax.Array | float) -> Token:
         """Returns the token of an int32 label."""
-        is_ignored = label == self.ignore_index
-        is_valid = (label != self.ignore_index) & (label >= 0) & (label < self.vocabulary)
-        label, share = jnp.where(is_valid, label, 0), None
+        is_ignored, is_counted = label == self.ignore_index, label != self.ignore_index
+        is_valid = is_counted & (label >= 0) & (label < self.vocabulary)
+        label, share, mass = jnp.where(is_valid, label, 0), 1 - self.label_smoothing, 1
         if self.is_one_hot:
-            share = jnp.where(is_valid, jnp.float32(1 - self.label_smoothing), jnp.float32(0))
-            is_valid = jnp.logical_not(is_ignored)
+            share = jnp.where(is_valid, jnp.float32(share), jnp.float32(0))
+            mass = share + self.label_smoothing
+            is_valid = is_counted
         return Token(
             label=label,
             is_valid=is_valid,
             share=share,
+            mass=mass,
             weight=jnp.where(is_valid, jnp.asarray(weight, jnp.float32), jnp.float32(0)),
             offset=jnp.where(is_ignored, jnp.float32(0), jnp.float32(jnp.nan)),
         )
@@ -139,10 +141,7 @@ class Terms:
         logits, given where there is label smoothing. All float32 scalars.
         """
         log_sum = logarithm(total)
-        if token.share is None:
-            loss = log_sum - (1 - self.label_smoothing) * (target - maximum)
-        else:
-            loss = (token.share + self.label_smoothing) * log_sum - token.share * (target - maximum)
+        loss = token.mass * log_sum - token.share * (target - maximum)
         if logit_sum is not None:
             loss -= self.label_smoothing * (logit_sum * (1 / self.vocabulary) - maximum)
         if self.z_loss:
@@ -159,18 +158,15 @@ class Terms:
         shift: jax.Array | None = None,
     ) -> Slope:
         """Returns the parameters of a row's gradient, times its weight. total: under the shift, if one is given."""
-        factor, weight = token.weight / total, token.weight
-        mass = 1 if token.share is None else token.share + self.label_smoothing
+        factor, mass = token.weight / total, token.mass
         if self.z_loss:
             mass += 2 * self.z_loss * (maximum + logarithm(total))
-        if self.z_loss or token.share is not None:
-            factor *= mass
         return Slope(
             exponential=exponential,
             shift=maximum if shift is None else shift,
-            factor=factor,
-            everywhere=weight * (self.label_smoothing / self.vocabulary) if self.label_smoothing else None,
-            at_label=weight * (1 - self.label_smoothing if token.share is None else token.share),
+            factor=factor * mass,
+            everywhere=token.weight * (self.label_smoothing / self.vocabulary) if self.label_smoothing else None,
+            at_label=token.weight * token.share,
         )
 
 

@@ -8,21 +8,15 @@ results and writes its part of loss and gradient.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
-from typing import Any
-
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_kernels.ops.cross_entropy.config import ForwardConfig, default_forward
 from pallas_kernels.ops.cross_entropy.formula import Terms, weight_of
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_ring import ring_kernel
-from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import row_and_part, write_gradient
-from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
+from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import kernel_from_parts, row_and_part
 from pallas_kernels.primitives.exponents import LOWEST
-from pallas_kernels.primitives.row_kernel import HeldRows, RowChunks, held_segments, row_kernel
+from pallas_kernels.primitives.row_kernel import HeldRows, RowChunks, compiler_params, held_segments, row_kernel
 from pallas_kernels.primitives.rows import load_row, map_row, row_max, row_sum, to_float32
 
 Statistics = tuple[jax.Array, jax.Array]
@@ -81,8 +75,8 @@ def _whole_rows_kernel(
         total = held.sum(map_row(lambda v: jnp.exp(v - highest), values))
         logit_sum = held.sum(values) if terms.label_smoothing else None
         if with_gradient:
-            label, weight = held.spread(token.label), held.spread(token.weight)
-            slope = terms.slope(highest, held.spread(total), replace(token, label=label, weight=weight))
+            slope = jax.tree.map(held.spread, terms.slope(maximum, total, token))
+            label = held.spread(token.label)
             held.store(refs["gradient"], map_row(lambda v, c: slope(v, c == label), values, held.columns))
         held.store_value(refs["loss"], terms.loss(token, maximum, total, target, logit_sum))
         held.store_value(refs["maximum"], maximum)
@@ -102,18 +96,17 @@ def _whole_rows_kernel(
 def _split_kernels(
     operands: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct], *, terms: Terms, chunk: int
 ) -> dict[str, jax.Array]:
-    logits, with_gradient = operands["logits"], "gradient" in outputs
+    logits = operands["logits"]
     rows, vocabulary = logits.shape
     chunks = RowChunks.make(vocabulary, logits.dtype.itemsize, chunk)
     kinds = ("part_maximum", "part_total", *(["part_logits"] if terms.label_smoothing else []))
-    one_a_part = dict.fromkeys(kinds, jax.ShapeDtypeStruct((rows, chunks.parts), jnp.float32))
 
     def summarize(block, refs):
         row, part = row_and_part(block, chunks.parts)
 
         def of_part(columns, segments):
             values = to_float32(load_row(refs["logits"].at[row, columns], segments))
-            maximum = jnp.maximum(row_max(values, segments), LOWEST)
+            maximum = jnp.maximum(row_max(values), LOWEST)
             refs["part_maximum"][row, part] = maximum
             refs["part_total"][row, part] = row_sum(map_row(lambda v: jnp.exp(v - maximum), values), segments)
             if terms.label_smoothing:
@@ -121,30 +114,12 @@ def _split_kernels(
 
         chunks.at(part, of_part)
 
-    def finish(block, refs):
-        row, part = row_and_part(block, chunks.parts, reversed_rows=rows) if with_gradient else (block, jnp.int32(0))
-        token = terms.token(refs["labels"][row], weight_of(lambda ref: ref[row], refs.get("weights")))
-        target = refs["logits"][row, token.label].astype(jnp.float32)
-        maxima = [refs["part_maximum"][row, i] for i in range(chunks.parts)]
-        maximum = functools.reduce(jnp.maximum, maxima)
-        total, logit_sum = jnp.float32(0), jnp.float32(0)
-        for i in range(chunks.parts):
-            total += refs["part_total"][row, i] * jnp.exp(maxima[i] - maximum)
-            if terms.label_smoothing:
-                logit_sum += refs["part_logits"][row, i]
-
-        @pl.when(part == 0)
-        def _():
-            smooth_sum = logit_sum if terms.label_smoothing else None
-            refs["loss"][row] = terms.loss(token, maximum, total, target, smooth_sum)
-            refs["maximum"][row], refs["total"][row] = maximum, total
-
-        if with_gradient:
-            slope = terms.slope(maximum, total, token)
-            write_gradient(refs["logits"].at[row], refs["gradient"].at[row], chunks, part, slope, token.label)
-
-    launch: Any = functools.partial(row_kernel, compiler_params=compiler_params(logits.dtype))
-    blocks = rows * chunks.parts
-    parts = launch(summarize, {"logits": logits}, one_a_part, name="cross_entropy_parts", rows=blocks)
-    blocks = blocks if with_gradient else rows
-    return launch(finish, operands | parts, outputs, name="cross_entropy_from_parts", rows=blocks)
+    parts = row_kernel(
+        summarize,
+        {"logits": logits},
+        dict.fromkeys(kinds, jax.ShapeDtypeStruct((rows, chunks.parts), jnp.float32)),
+        name="cross_entropy_parts",
+        compiler_params=compiler_params(logits.dtype),
+        rows=rows * chunks.parts,
+    )
+    return kernel_from_parts(operands | parts, outputs, terms=terms, chunks=chunks, name="cross_entropy_from_parts")

@@ -32,10 +32,10 @@ from jax import lax
 from pallas_kernels.ops.cross_entropy.config import ForwardConfig, RowPlan
 from pallas_kernels.ops.cross_entropy.formula import Exponential, Slope, Terms, weight_of
 from pallas_kernels.ops.cross_entropy.ring import Pieces, Ring, RingRow
-from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.exponents import LOWEST_LOGIT
 from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.row_kernel import compiler_params
 from pallas_kernels.primitives.rows import ACCESS_BYTES, THREADS, WARPS, RowValues, sum_of
 
 

@@ -1,10 +1,12 @@
 """The gradient of cross-entropy on Mosaic GPU if the forward kernel did not write it, or wrote it unscaled.
 
-Given each row's maximum and sum, the gradient is elementwise, so a block can compute any part of a row.
+Given each row's maximum and sum, the gradient is elementwise, so a block can compute any part of a row. The same kernel
+is the second one of a forward pass that splits rows.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,18 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.cross_entropy.formula import Slope, Terms, weight_of
-from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.references import in_place
-from pallas_kernels.primitives.row_kernel import RowChunks, row_kernel
-from pallas_kernels.primitives.rows import (
-    load_row,
-    map_row,
-    row_columns,
-    store_row,
-    to_float32,
-)
+from pallas_kernels.primitives.row_kernel import RowChunks, compiler_params, row_kernel
+from pallas_kernels.primitives.rows import load_row, map_row, row_columns, store_row, to_float32
 
 _SCALE_BLOCKS_PER_CORE = 8
 _CHUNK = 8192
@@ -58,24 +53,59 @@ def cross_entropy_backward(
 
     weights: (rows,) or (1,). statistics: what `cross_entropy_forward` returned. The other arguments are as there.
     """
-    rows, vocabulary = logits.shape
-    chunks = RowChunks.make(vocabulary, logits.dtype.itemsize, chunk)
+    chunks = RowChunks.make(logits.shape[1], logits.dtype.itemsize, chunk)
+    maximum, total = (statistic[:, None] for statistic in statistics)
+    operands = {"logits": logits, "labels": labels, "weights": weights, "part_maximum": maximum, "part_total": total}
+    outputs = {"gradient": jax.ShapeDtypeStruct(logits.shape, logits.dtype)}
+    return kernel_from_parts(operands, outputs, terms=terms, chunks=chunks, name="cross_entropy_gradient")["gradient"]
+
+
+def kernel_from_parts(
+    operands: dict[str, jax.Array],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    *,
+    terms: Terms,
+    chunks: RowChunks,
+    name: str,
+) -> dict[str, jax.Array]:
+    """Computes the losses with their statistics, the gradient in chunks, or both, from statistics of parts of rows.
+
+    operands: the maximum and the sum of each part, with label smoothing also of its logits if the losses are computed,
+        (rows, parts); and the arguments of `cross_entropy_forward`. The parts need not be the chunks.
+    """
+    rows, parts = operands["part_maximum"].shape
+    with_gradient = "gradient" in outputs
 
     def compute(block, refs):
-        row, part = row_and_part(block, chunks.parts, reversed_rows=rows)
-        token = terms.token(refs["labels"][row], weight_of(lambda ref: ref[row], refs["weights"]))
-        slope = terms.slope(refs["maximum"][row], refs["total"][row], token)
-        write_gradient(refs["logits"].at[row], refs["gradient"].at[row], chunks, part, slope, token.label)
+        row, chunk = row_and_part(block, chunks.parts, reversed_rows=rows) if with_gradient else (block, jnp.int32(0))
+        token = terms.token(refs["labels"][row], weight_of(lambda ref: ref[row], refs.get("weights")))
+        maxima, totals, *sums = (
+            [refs[kind][row, i] for i in range(parts)]
+            for kind in ("part_maximum", "part_total", "part_logits")
+            if kind in refs
+        )
+        maximum = functools.reduce(jnp.maximum, maxima)
+        total = sum(each * jnp.exp(own - maximum) for each, own in zip(totals, maxima, strict=True))
+        if "loss" in refs:
+            target = refs["logits"][row, token.label].astype(jnp.float32)
 
-    found = row_kernel(
+            @pl.when(chunk == 0)
+            def _():
+                refs["loss"][row] = terms.loss(token, maximum, total, target, sum(sums[0]) if sums else None)
+                refs["maximum"][row], refs["total"][row] = maximum, total
+
+        if with_gradient:
+            slope = terms.slope(maximum, total, token)
+            write_gradient(refs["logits"].at[row], refs["gradient"].at[row], chunks, chunk, slope, token.label)
+
+    return row_kernel(
         compute,
-        {"logits": logits, "labels": labels, "weights": weights, "maximum": statistics[0], "total": statistics[1]},
-        {"gradient": jax.ShapeDtypeStruct(logits.shape, logits.dtype)},
-        name="cross_entropy_gradient",
-        compiler_params=compiler_params(logits.dtype),
-        rows=rows * chunks.parts,
+        operands,
+        outputs,
+        name=name,
+        compiler_params=compiler_params(operands["logits"].dtype),
+        rows=rows * (chunks.parts if with_gradient else 1),
     )
-    return found["gradient"]
 
 
 def write_gradient(

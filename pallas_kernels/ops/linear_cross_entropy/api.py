@@ -21,11 +21,12 @@ from pallas_kernels.ops.cross_entropy.api import (
     checked_labels,
     checked_options,
     cross_entropy,
+    dimensions,
+    loss_from_parts,
     plain_labels,
 )
 from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import scale_in_place
-from pallas_kernels.ops.cross_entropy.parts import cross_entropy_of_part, dimensions, loss_from_parts
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.ops.linear_cross_entropy.config import (
     columns_for,
@@ -46,13 +47,7 @@ from pallas_kernels.primitives.settings import operation
 
 
 def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Array:
-    def losses(reduction: str) -> jax.Array:
-        if "v" in sums:
-            logits = linear_reference(arguments["hidden"], arguments["w"])
-            return cross_entropy_of_part(logits, arguments, sums["v"], reduction)
-        return linear_cross_entropy(**{**arguments, "reduction": reduction})
-
-    return loss_from_parts(losses, arguments, sums)
+    return loss_from_parts(linear_cross_entropy, linear_cross_entropy_reference, arguments, sums)
 
 
 @shares(partial(dimensions, inputs="hidden: ... k, w: k +v"), _from_parts)

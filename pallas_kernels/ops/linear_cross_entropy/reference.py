@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference
@@ -12,18 +14,10 @@ def linear_cross_entropy_reference(
     hidden: jax.Array,
     w: jax.Array,
     labels: jax.Array,
-    *,
-    ignore_index: int | None = -1,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "none",
+    **options: Any,
 ) -> jax.Array:
-    """See `pallas_kernels.linear_cross_entropy`. The logits are an array of hidden's dtype."""
-    return cross_entropy_reference(
-        linear_reference(hidden, w),
-        labels,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        reduction=reduction,
-    )
+    """See `pallas_kernels.linear_cross_entropy`. The logits are an array of hidden's dtype.
+
+    options: of `cross_entropy_reference`.
+    """
+    return cross_entropy_reference(linear_reference(hidden, w), labels, **options)

@@ -18,13 +18,12 @@ from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import write_gradient
 from pallas_kernels.ops.linear_cross_entropy.config import CHUNK_UNIT
 from pallas_kernels.ops.linear_cross_entropy.launch import TileStore, problem_of, product_kernel
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import load_rows, spread
-from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.gemm.config import choose_config
 from pallas_kernels.primitives.gemm.operands import padded_vector
 from pallas_kernels.primitives.gemm.store import Pieces
 from pallas_kernels.primitives.platform import varying_like
-from pallas_kernels.primitives.row_kernel import RowChunks
+from pallas_kernels.primitives.row_kernel import RowChunks, compiler_params
 
 _COLUMNS = 8192
 """Columns per block in the kernel that turns kept logits into gradients."""

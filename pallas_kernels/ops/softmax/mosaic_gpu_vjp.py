@@ -15,7 +15,7 @@ multiprocessor, so that one reads while another writes. XLA computes the gradien
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,26 +23,22 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.softmax.mosaic_gpu import compiler_params, row_segments
 from pallas_kernels.ops.softmax.rounding import pairwise, quotient, remainder
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.platform import varying_like
-from pallas_kernels.primitives.row_kernel import row_kernel
+from pallas_kernels.primitives.row_kernel import HeldRows, compiler_params, held_segments, row_kernel
 from pallas_kernels.primitives.rows import (
     WARPS,
     WarpSegment,
     line_sums,
     load_row,
     map_row,
-    row_sum,
-    short_rows_at_once,
     split_warp_row,
     store_row,
     to_float32,
     zeros_row,
 )
 from pallas_kernels.primitives.settings import usual_promotion
-from pallas_kernels.primitives.sharing import without_values
 
 REGISTER_COLUMNS = 8192
 """The longest row held in registers: weights and dy take 145 registers a thread."""
@@ -52,6 +48,9 @@ _WARPGROUPS = 4
 """The warpgroups of a block that holds a row in shared memory."""
 _WARP_COLUMNS = 512
 """Columns of such a row that a warp has in registers at a time, if they divide its part of the row."""
+
+Term = Callable[[jax.Array, jax.Array], jax.Array]
+"""A function of elements of p and dy."""
 
 
 def softmax_backward(weights: jax.Array, dy: jax.Array, *, scale: float | None) -> jax.Array:
@@ -71,37 +70,49 @@ def xla_gradient(weights: jax.Array, dy: jax.Array, *, scale: float | None = Non
     p, dy = weights.astype(jnp.float32), dy.astype(jnp.float32)
     total = jnp.sum(p, axis=-1, keepdims=True)
     centered = dy - jnp.sum(p * dy, axis=-1, keepdims=True) / jnp.where(total == 0, 1, total)
-    return _gradient(p, centered, scale).astype(weights.dtype)
+    return (p * (centered * jnp.float32(1 if scale is None else scale))).astype(weights.dtype)
 
 
-def _gradient(p, centered, scale):
-    return p * centered if scale is None else p * (centered * jnp.float32(scale))
+def _differentiate(
+    sums: Callable[..., list[jax.Array]], write: Callable[[Term], None], *, scale: float | None, is_exact: bool
+) -> None:
+    """Computes and writes a row's gradient.
+
+    sums: takes the number of the call and terms; sums each of them over the row. write: writes the gradient, a term.
+    """
+    total, product = sums(0, lambda p, dy: p, lambda p, dy: p * dy)
+    means = [quotient(product, total)]
+
+    def centered(dy):
+        for mean in means:
+            dy = dy - mean
+        return dy
+
+    if is_exact:
+        (product,) = sums(1, lambda p, dy: p * centered(dy))
+        means.append(remainder(quotient(product, total), means[0]))
+    factor = jnp.float32(1 if scale is None else scale)
+    write(lambda p, dy: p * (centered(dy) * factor))
 
 
 def whole_row_gradient(weights: jax.Array, dy: jax.Array, *, scale: float | None) -> jax.Array:
     """Computes dx of rows in registers."""
-    at_once = short_rows_at_once(weights.shape, weights.dtype.itemsize)
-    segments = row_segments(without_values(weights), at_once)
-    is_exact = weights.dtype.itemsize == 4
+    at_once, segments = held_segments(weights.shape, weights.dtype.itemsize)
 
-    def body(row, refs):
-        p = load_row(refs["weights"].at[row], segments)
-        dy = load_row(refs["dy"].at[row], segments)
-        p, dy = to_float32(p), to_float32(dy)
-        total = row_sum(p, segments)
+    def compute(row, refs):
+        held = HeldRows(at=row, segments=segments)
+        p, dy = map(to_float32, [load_row(refs[name].at[row], segments) for name in ("weights", "dy")])
 
-        def mean_of(values):
-            return quotient(row_sum(map_row(jnp.multiply, p, values), segments), total)
+        def sums(_, *terms):
+            return [held.spread(held.sum(map_row(term, p, dy))) for term in terms]
 
-        mean = mean_of(dy)
-        centered = map_row(lambda d: d - mean, dy)
-        if is_exact:
-            left = remainder(mean_of(centered), mean)
-            centered = map_row(lambda d: d - left, centered)
-        store_row(refs["dx"].at[row], map_row(lambda p, c: _gradient(p, c, scale), p, centered), segments)
+        def write(gradient):
+            held.store(refs["dx"], map_row(gradient, p, dy))
+
+        _differentiate(sums, write, scale=scale, is_exact=refs["dx"].dtype.itemsize == 4)
 
     results = row_kernel(
-        body,
+        compute,
         {"weights": weights, "dy": dy},
         {"dx": jax.ShapeDtypeStruct(weights.shape, weights.dtype)},
         name="softmax_gradient",
@@ -121,12 +132,12 @@ def shared_row_gradient(
     assert segments is not None
     line = features // (warpgroups * WARPS)
     parts = (warpgroups, WARPS, line)
-    access = 32 * segments[0].vector
-    columns = _WARP_COLUMNS if not line % _WARP_COLUMNS else access
+    columns = _WARP_COLUMNS if not line % _WARP_COLUMNS else 32 * segments[0].vector
     piece = (WarpSegment(offset=0, size=columns, vector=segments[0].vector),)
-    turns = 2 if weights.dtype.itemsize == 4 else 1
+    is_exact = weights.dtype.itemsize == 4
+    turns = 2 if is_exact else 1
 
-    def softmax_gradient(weights_ref, dy_ref, dx_ref, held, sums, arrived, summed):
+    def softmax_gradient(weights_ref, dy_ref, dx_ref, held, lines, arrived, summed):
         row, group = lax.axis_index("row"), lax.axis_index("warpgroup")
 
         @pl.when(group == 0)
@@ -138,40 +149,27 @@ def shared_row_gradient(
 
         def load(i):
             place = pl.ds(i * columns, columns)
-            return tuple(to_float32(load_row(held.at[s, group, :, place], piece)) for s in range(2))
+            return [to_float32(load_row(held.at[s, group, :, place], piece)) for s in range(2)]
 
-        def over_row(turn, terms):
-            """Sums the terms that `terms` computes from weights and dy; each turn has its own slots and barrier."""
+        def sums(turn, *terms):
+            def add(i, totals):
+                values = load(i)
+                return [map_row(jnp.add, total, map_row(t, *values)) for total, t in zip(totals, terms, strict=True)]
 
-            def accumulate(i, state):
-                added = terms(*load(i))
-                return tuple(map_row(jnp.add, total, values) for total, values in zip(state, added, strict=True))
-
-            start = (zeros_row(piece),) * (2 if turn == 0 else 1)
-            state = lax.fori_loop(0, line // columns, accumulate, start)
-            for s, values in enumerate(state):
-                sums[turn, s, group] = line_sums(values, piece)
+            for s, total in enumerate(lax.fori_loop(0, line // columns, add, [zeros_row(piece)] * len(terms))):
+                lines[turn, s, group] = line_sums(total, piece)
             plgpu.commit_smem()
             plgpu.barrier_arrive(summed.at[turn])
             plgpu.barrier_wait(summed.at[turn])
-            lines = [(g, w) for g in range(warpgroups) for w in range(WARPS)]
-            return [pairwise([sums[(turn, s, *at)] for at in lines]) for s in range(len(state))]
+            every = [(g, w) for g in range(warpgroups) for w in range(WARPS)]
+            return [pairwise([lines[(turn, s, *at)] for at in every]) for s in range(len(terms))]
 
-        def center(dy, means):
-            return functools.reduce(lambda dy, mean: map_row(lambda d: d - mean, dy), means, dy)
+        def write(gradient):
+            @pl.loop(0, line // columns)
+            def _(i):
+                store_row(dx_ref.at[row, group, :, pl.ds(i * columns, columns)], map_row(gradient, *load(i)), piece)
 
-        product, total = over_row(0, lambda p, dy: (map_row(jnp.multiply, p, dy), p))
-        means = [quotient(product, total)]
-        if turns == 2:
-            (product,) = over_row(1, lambda p, dy: (map_row(jnp.multiply, p, center(dy, means)),))
-            means.append(remainder(quotient(product, total), means[0]))
-        factor = jnp.float32(1.0 if scale is None else scale)
-
-        @pl.loop(0, line // columns)
-        def _(i):
-            p, dy = load(i)
-            gradient = map_row(lambda p, d: p * (d * factor), p, center(dy, means))
-            store_row(dx_ref.at[row, group, :, pl.ds(i * columns, columns)], gradient, piece)
+        _differentiate(sums, write, scale=scale, is_exact=is_exact)
 
     dx = settings.kernel(
         softmax_gradient,

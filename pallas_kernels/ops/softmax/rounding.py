@@ -7,15 +7,15 @@ results are too coarse to show it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.primitives.rows import RowValues, Segment, map_row, row_sum
+from pallas_kernels.primitives.rows import RowValues, map_row
 
 MOST_EXACT = 8192
-"""The longest row for which `sum_of_weights` has registers for an exact sum."""
+"""The longest row for which `exact_sum` has registers."""
 
 
 def normalise(weights: RowValues, total: jax.Array, *, is_exact: bool) -> RowValues:
@@ -29,17 +29,16 @@ def normalise(weights: RowValues, total: jax.Array, *, is_exact: bool) -> RowVal
     return map_row(lambda weight: weight * inverse, weights)
 
 
-def sum_of_weights(weights: RowValues, segments: Sequence[Segment], *, is_exact: bool) -> jax.Array:
-    """Sums a row of weights from 0 to 1.
+def exact_sum(weights: RowValues, add: Callable[[RowValues], jax.Array]) -> jax.Array:
+    """Sums a row of weights from 0 to 1 and rounds only once, at the end, in whatever order threads add.
 
-    is_exact: whether to round only once, at the end, in whatever order threads add. Whole 4096ths are summed as
-    integers, and the sum of the remainders is too small for its rounding to matter.
+    Whole 4096ths are summed as integers, and the sum of the remainders is too small for its rounding to matter.
+
+    add: sums a row, in its dtype.
     """
-    if not is_exact:
-        return row_sum(weights, segments)
     parts = map_row(lambda weight: (weight * 4096.0).astype(jnp.int32), weights)
     rests = map_row(lambda weight, part: weight - part.astype(jnp.float32) * (1 / 4096.0), weights, parts)
-    return row_sum(parts, segments).astype(jnp.float32) * (1 / 4096.0) + row_sum(rests, segments)
+    return add(parts).astype(jnp.float32) * (1 / 4096.0) + add(rests)
 
 
 def quotient(product: jax.Array, total: jax.Array) -> jax.Array:
