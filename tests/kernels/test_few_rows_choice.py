@@ -10,6 +10,7 @@ import pytest
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
+from pallas_kernels.ops._products.layer import Layer, LayerArrays
 from pallas_kernels.ops.linear.config import tuned_config, tuned_key
 from pallas_kernels.ops.qkv_projection.config import default_config
 from pallas_kernels.primitives.few_rows.config import ONE_WARPGROUP, FewRowsConfig, choose_few_rows
@@ -43,7 +44,8 @@ def on_h200():
 )
 def test_normed_products_of_few_rows(rows, features, outputs, is_inside):
     x, w = described(rows, features), described(features, outputs)
-    config = tuned_config(tuned_key(x, w, None, None, None, jnp.dtype(jnp.bfloat16)), rows, is_normed=True)
+    known = tuned_key(Layer(out_dtype=jnp.dtype(jnp.bfloat16)), LayerArrays(x, w))
+    config = tuned_config(known, rows, is_normed=True)
     assert isinstance(config, FewRowsConfig)
     assert config.fuses_norm == is_inside
 

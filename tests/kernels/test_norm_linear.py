@@ -9,9 +9,9 @@ import pytest
 from draws import normal
 
 from pallas_kernels import Norm, fold_scale, linear_residual_norm, norm_linear, rms_norm
-from pallas_kernels.ops.linear import api
 from pallas_kernels.ops.linear_residual_norm.config import is_preferred
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_forward
+from pallas_kernels.ops.norm_linear import api
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 
 

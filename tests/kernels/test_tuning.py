@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import REGISTRY, tuning
+from pallas_kernels.ops._products.layer import Layer, LayerArrays
 from pallas_kernels.ops.attention.backward import config as backward_choice
 from pallas_kernels.ops.attention.forward import config as attention
 from pallas_kernels.ops.attention.masking import Masking
@@ -26,7 +27,8 @@ MESH = AbstractMesh(
     abstract_device=AbstractDevice(device_kind=KIND, num_cores=132, platform="gpu"),
 )  # fmt: skip
 X, W = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 4096), (4096, 4096)))
-PLAIN = linear.tuned_key(X, W, None, None, None, X.dtype)
+LAYER, ARRAYS = Layer(out_dtype=X.dtype), LayerArrays(X, W)
+PLAIN = linear.tuned_key(LAYER, ARRAYS)
 
 
 @pytest.fixture
@@ -55,20 +57,20 @@ def test_names():
 
 def test_an_entry_goes_before_the_operations_rule(own):
     with jax.sharding.use_abstract_mesh(MESH):
-        assert linear.preferred(X, W, None, None, None, X.dtype) == ()  # plain products are XLA's
+        assert linear.preferred(LAYER, ARRAYS) == ()  # plain products are XLA's
         untuned = linear.tuned_config(PLAIN, 8192)
         tuning.add(own, KIND, {tuning.key_of("linear", "forward", PLAIN): entry(variant="128x128")})
-        assert linear.preferred(X, W, None, None, None, X.dtype) == ("mosaic",)
+        assert linear.preferred(LAYER, ARRAYS) == ("mosaic",)
         assert linear.tuned_config(PLAIN, 8192) == linear.candidates(8192)["128x128"] != untuned
         tuning.add(own, KIND, {tuning.key_of("linear", "forward", PLAIN): entry(variant="a name of last year")})
         assert linear.tuned_config(PLAIN, 8192) == untuned
-        residual = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
-        assert linear.preferred(X, W, None, None, residual, X.dtype) == ("mosaic",)
-        other = {**linear.tuned_key(X, W, None, None, residual, X.dtype)}
+        with_residual = ARRAYS._replace(residual=jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16))
+        assert linear.preferred(LAYER, with_residual) == ("mosaic",)
+        other = linear.tuned_key(LAYER, with_residual)
         tuning.add(own, KIND, {tuning.key_of("linear", "forward", other): entry("xla")})
-        assert linear.preferred(X, W, None, None, residual, X.dtype) == ("xla",)
+        assert linear.preferred(LAYER, with_residual) == ("xla",)
     # Another device has its own table.
-    assert linear.preferred(X, W, None, None, None, X.dtype) == ()
+    assert linear.preferred(LAYER, ARRAYS) == ()
 
 
 def test_attention_looks_up_both_passes(own):
@@ -123,7 +125,7 @@ def test_a_cache_out_of_reach_is_a_warning(tmp_path, monkeypatch):
     # As a home of root's is for others: asking whether the file is there raises.
     monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / ("a name that no file can have" * 20)))
     with jax.sharding.use_abstract_mesh(MESH), pytest.warns(TuningWarning, match="OSError.*XLAFUSE_CACHE"):
-        assert linear.preferred(X, W, None, None, None, X.dtype) == ()
+        assert linear.preferred(LAYER, ARRAYS) == ()
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_a_broken_table_is_a_warning_and_the_rule_holds(own, text, told):
     own.write_text(text)
     with jax.sharding.use_abstract_mesh(MESH):
         with pytest.warns(TuningWarning, match=told):
-            assert linear.preferred(X, W, None, None, None, X.dtype) == ()
+            assert linear.preferred(LAYER, ARRAYS) == ()
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is said once
-            assert linear.preferred(X, W, None, None, None, X.dtype) == ()
+            assert linear.preferred(LAYER, ARRAYS) == ()

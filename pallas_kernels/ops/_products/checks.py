@@ -4,23 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.activations import Activation, get_activation
-from pallas_kernels.primitives.checks import check_width
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
-
-
-def result_dtype(operation: str, x: jax.Array, out_dtype: DTypeLike | None) -> jnp.dtype:
-    """Returns the result's dtype: `out_dtype`, in 32 bits where JAX has no 64-bit types, or x's dtype for None.
-
-    Raises:
-        TypeError: `out_dtype` is no dtype.
-    """
-    try:
-        return x.dtype if out_dtype is None else jax.dtypes.canonicalize_dtype(out_dtype)
-    except TypeError as error:
-        raise TypeError(f"{operation}: out_dtype must be a floating dtype or None, got {out_dtype!r}.") from error
 
 
 def optional_activation(operation: str, name: str | None) -> Activation | None:
@@ -62,34 +48,6 @@ def check_bias(operation: str, bias: jax.Array | None, outputs: int, *, name: st
     _check_floating(operation, name, bias)
     if bias.shape != (outputs,):
         raise ValueError(f"{operation}: {name} must be one value an output, shape {(outputs,)}, got {bias.shape}.")
-
-
-def check_linear(
-    operation: str,
-    x: jax.Array,
-    weight_shape: tuple[int, ...],
-    *,
-    bias: jax.Array | None,
-    activation: str | None = None,
-    residual: jax.Array | None,
-    dtype: jnp.dtype,
-) -> None:
-    """Raises TypeError or ValueError for shapes and dtypes that do not make a linear layer.
-
-    x and the weights have passed `check_operands`. dtype: the result's.
-    """
-    check_weight(operation, "w", weight_shape, x)
-    check_bias(operation, bias, weight_shape[1])
-    optional_activation(operation, activation)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{operation}: out_dtype must be floating, got {dtype.name}; cast the result instead.")
-    check_width(operation, "out_dtype", dtype)
-    shape = (*x.shape[:-1], weight_shape[1])
-    if residual is not None and (residual.shape, residual.dtype) != (shape, dtype):
-        raise ValueError(
-            f"{operation}: residual must be like the result, {dtype.name}{list(shape)}, got "
-            f"{residual.dtype.name}{list(residual.shape)}; broadcast or cast it first."
-        )
 
 
 def vector_unsupported(name: str, vector: jax.Array | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The public function: checks, dispatch, and the gradient of the Mosaic GPU kernels."""
+"""The public function: checks and dispatch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_backward, gated_activation_forward
+from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_mosaic
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
@@ -62,7 +62,7 @@ def gated_activation(
     """
     (gate,) = as_arrays("gated_activation", gate=gate)
     (up,) = optional_arrays("gated_activation", up=up)
-    get_activation("gated_activation", activation)
+    function = get_activation("gated_activation", activation)
     _check(gate, up)
     support = {"mosaic": partial(mosaic_unsupported, gate, up), "xla": lambda: None}
     chosen = choose("gated_activation", implementation, support, preferred=("mosaic",))
@@ -74,7 +74,7 @@ def gated_activation(
     else:  # the row length does not matter, and one long row has the fewest unaligned accesses
         gate_rows, up_rows, shape = gate.reshape(1, -1), up.reshape(1, -1), gate.shape
         gate_rows, up_rows = varying_alike((gate_rows, up_rows))
-    y: jax.Array = _gated_activation_mosaic(activation, gate_rows, up_rows)  # pyright: ignore
+    y: jax.Array = gated_activation_mosaic(function, gate_rows, up_rows)  # pyright: ignore
     return y.reshape(shape)
 
 
@@ -99,21 +99,3 @@ def _check(gate: jax.Array, up: jax.Array | None) -> None:
             f"gated_activation: up must be like gate, {gate.dtype.name}{list(gate.shape)}, got "
             f"{up.dtype.name}{list(up.shape)}; broadcast or cast it first."
         )
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_activation_mosaic(activation: str, gate: jax.Array, up: jax.Array | None) -> jax.Array:
-    return gated_activation_forward(gate, up, activation=get_activation("gated_activation", activation))
-
-
-def _mosaic_fwd(activation, gate, up):
-    y = gated_activation_forward(gate, up, activation=get_activation("gated_activation", activation))
-    return y, (gate, up)
-
-
-def _mosaic_bwd(activation, saved, dy):
-    gate, up = saved
-    return gated_activation_backward(gate, up, dy, activation=get_activation("gated_activation", activation))
-
-
-_gated_activation_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

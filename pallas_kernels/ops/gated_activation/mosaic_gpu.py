@@ -6,6 +6,7 @@ Only the inputs are saved for the backward pass: computing the activation again 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -73,6 +74,18 @@ def gated_activation_backward(
     out_type = (jax.ShapeDtypeStruct(gate.shape, gate.dtype),) * len(branches)
     outputs = launch("gated_activation_gradient", {**branches, "dy": dy}, out_type, blocks, make_work)
     return outputs[0], (None if up is None else outputs[1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated_activation_mosaic(activation: Activation, gate: jax.Array, up: jax.Array | None) -> jax.Array:
+    """Returns what `gated_activation_forward` does; differentiable."""
+    return gated_activation_forward(gate, up, activation=activation)
+
+
+gated_activation_mosaic.defvjp(
+    lambda activation, gate, up: (gated_activation_forward(gate, up, activation=activation), (gate, up)),
+    lambda activation, saved, dy: gated_activation_backward(saved[0], saved[1], dy, activation=activation),
+)
 
 
 def _halves(refs: Collection[Any], first: jax.Array, count: int) -> list[tuple[Any, Any]]:

@@ -1,8 +1,8 @@
-"""The public function, and what the linear layers with and without a norm share: checks, dispatch and launch."""
+"""The public function: checks and dispatch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,26 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.arguments import Norm
-from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
-from pallas_kernels.ops._products.checks import (
-    check_linear,
-    check_operands,
-    linear_unsupported,
-    optional_activation,
-    result_dtype,
-)
-from pallas_kernels.ops._products.norm import (
-    after_norm,
-    as_rows,
-    check_norm,
-    is_fusable,
-    norm_unsupported,
-)
-from pallas_kernels.ops.linear.config import preferred, tuned_config, tuned_key
-from pallas_kernels.ops.linear.mosaic_gpu import linear_forward, linear_mosaic
-from pallas_kernels.ops.linear.reference import linear_reference
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.ops._products.checks import linear_unsupported
+from pallas_kernels.ops._products.layer import Layer, LayerArrays, checked_layer
+from pallas_kernels.ops.linear.config import preferred
+from pallas_kernels.ops.linear.mosaic_gpu import linear_mosaic
+from pallas_kernels.ops.linear.reference import layer_reference, linear_reference
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.odd_sizes import matmul
@@ -96,86 +82,33 @@ def linear(
         TypeError, ValueError: the arguments do not fit together, or the activation or implementation is unknown.
         NotImplementedError: the requested implementation cannot run; the message says why.
     """
-    options = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": out_dtype}
-    return apply_linear("linear", x, w, None, **options, implementation=implementation, preference=_preference)
-
-
-def _preference(*operands) -> tuple[Sequence[str], bool]:
-    return preferred(*operands), True
-
-
-def apply_linear(
-    operation: str,
-    x: jax.Array,
-    w: jax.Array,
-    norm: Norm | None,
-    *,
-    bias: jax.Array | None,
-    activation: str | None,
-    residual: jax.Array | None,
-    out_dtype: DTypeLike | None,
-    implementation: Implementation,
-    preference: Callable[..., tuple[Sequence[str], bool]],
-) -> jax.Array:
-    """Computes activation(norm(x) @ w + bias) + residual; arguments as for `linear`.
-
-    preference: returns, for x, w, bias, activation, residual and the result's dtype, the implementations to try if the
-    caller requests none, and whether the kernel is the best where no gradient is taken.
-    """
-    x, w = as_arrays(operation, x=x, w=w)
-    bias, residual = optional_arrays(operation, bias=bias, residual=residual)
-    dtype = result_dtype(operation, x, out_dtype)
-    check_operands(operation, x=x, w=w)
-    check_linear(operation, x, w.shape, bias=bias, activation=activation, residual=residual, dtype=dtype)
-    check_norm(operation, norm, x)
+    given = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": out_dtype}
+    layer, arrays = checked_layer("linear", x, w, **given)
     support = {
-        "mosaic": partial(mosaic_unsupported, x, w, bias, dtype, norm),
-        "triton": partial(triton_unsupported, x, dtype),
+        "mosaic": partial(mosaic_unsupported, layer, arrays),
+        "triton": partial(triton_unsupported, layer, arrays),
         "xla": lambda: None,
     }
-    if norm is not None:
-        del support["triton"]
-    preference = partial(preference, x, w, bias, activation, residual, dtype)
-    chosen = choose(operation, implementation, support, preferred=lambda: preference()[0])
-
-    def reference(multiply, x, norm, w, bias, residual):
-        options = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": dtype}
-        return linear_reference(x, w, norm=norm, **options, multiply=multiply).astype(dtype)
-
-    if chosen == "xla" or x.size == 0 or w.size == 0:
-        return reference(matmul if implementation is None else jnp.matmul, x, norm, w, bias, residual)
-    operands = varying_alike((as_rows(x), norm, w, bias, None if residual is None else as_rows(residual)))
+    chosen = choose("linear", implementation, support, preferred=partial(preferred, layer, arrays))
+    if chosen == "xla" or not arrays.has_work:
+        return layer_reference(layer, arrays, multiply=matmul if implementation is None else jnp.matmul)
+    rows = varying_alike(arrays.by_rows())
     if chosen == "triton":
         from pallas_kernels.ops.linear.triton import linear_triton  # imports Triton
 
-        rows, _, *others = operands
-        y: jax.Array = linear_triton(activation, rows, *others)  # pyright: ignore
-        return y.reshape(*x.shape[:-1], w.shape[1])
-
-    def kernel(rows, norm, w, bias, residual):
-        function = optional_activation(operation, activation)
-        known = tuned_key(rows, w, bias, activation, residual, dtype)
-        config = tuned_config(known, rows.shape[0], is_normed=is_fusable(norm, rows))
-
-        def forward(*operands, **before):
-            return linear_forward(*operands, **before, activation=function, out_dtype=dtype, config=config)[0]
-
-        return after_norm(partial(linear_mosaic, function, dtype), forward, config, norm, rows, w, bias, residual)
-
-    is_best = implementation is not None or preference()[1]
-    y = partly_by_xla(kernel, partial(reference, jnp.matmul), forward=not is_best)(*operands)
-    return y.reshape(*x.shape[:-1], w.shape[1])
+        y: jax.Array = linear_triton(activation, *rows)  # pyright: ignore
+    else:
+        y = linear_mosaic(layer, rows)  # pyright: ignore
+    return y.reshape(*arrays.x.shape[:-1], -1)
 
 
-def mosaic_unsupported(
-    x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype, norm: Norm | None = None
-) -> str | None:
+def mosaic_unsupported(layer: Layer, arrays: LayerArrays) -> str | None:
     """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
-    return operands_unsupported(x, w) or linear_unsupported(x, bias, out_dtype) or norm_unsupported(norm, x)
+    return operands_unsupported(arrays.x, arrays.w) or linear_unsupported(arrays.x, arrays.bias, layer.out_dtype)
 
 
-def triton_unsupported(x: jax.Array, out_dtype: jnp.dtype) -> str | None:
+def triton_unsupported(layer: Layer, arrays: LayerArrays) -> str | None:
     """Returns why the Triton kernel cannot take these arguments here, or None if it can."""
-    if out_dtype != x.dtype:
-        return f"the result is {out_dtype.name}, the kernel gives x's {x.dtype.name}"
-    return triton_missing(x)
+    if layer.out_dtype != arrays.x.dtype:
+        return f"the result is {layer.out_dtype.name}, the kernel gives x's {arrays.x.dtype.name}"
+    return triton_missing(arrays.x)

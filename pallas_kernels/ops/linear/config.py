@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-import jax
-import jax.numpy as jnp
-
 from pallas_kernels import tuning
+from pallas_kernels.ops._products.layer import Layer, LayerArrays
 from pallas_kernels.ops._products.product import Config, default_config
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS
 from pallas_kernels.primitives.gemm.config import (
@@ -26,44 +24,32 @@ FEWEST_FEATURES = 4096
 """The fewest features of plain products; with fewer, nothing has been measured."""
 
 
-def tuned_key(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    activation: str | None,
-    residual: jax.Array | None,
-    out_dtype: jnp.dtype,
-) -> tuning.Key:
+def tuned_key(layer: Layer, arrays: LayerArrays) -> tuning.Key:
     """Returns the layer's key in the tuned table; reads only shapes and dtypes of the arrays."""
-    present = ("bias" if bias is not None else None, activation, "residual" if residual is not None else None)
+    x, w, bias, residual = arrays
+    name = None if layer.activation is None else layer.activation.name
+    present = ("bias" if bias is not None else None, name, "residual" if residual is not None else None)
     return {
         "rows": tuning.near(prod(x.shape[:-1])),
         "features": w.shape[0],
         "outputs": w.shape[1],
-        "dtype": x.dtype.name if out_dtype == x.dtype else f"{x.dtype.name}-to-{out_dtype.name}",
+        "dtype": x.dtype.name if layer.out_dtype == x.dtype else f"{x.dtype.name}-to-{layer.out_dtype.name}",
         "behind": "+".join(filter(None, present)) or "nothing",
     }
 
 
-def preferred(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    activation: str | None,
-    residual: jax.Array | None,
-    out_dtype: jnp.dtype,
-) -> Sequence[str]:
+def preferred(layer: Layer, arrays: LayerArrays) -> Sequence[str]:
     """Returns the implementations to try if the caller requests none: the measured best, else by a rule."""
+    x, w, _, residual = arrays
     is_best = is_preferred(
         prod(x.shape[:-1]),
         w.shape[1],
         w.shape[0],
-        has_activation=activation is not None,
+        has_activation=layer.activation is not None,
         residual_bytes=0 if residual is None else residual.dtype.itemsize,
-        out_bytes=out_dtype.itemsize,
+        out_bytes=layer.out_dtype.itemsize,
     )
-    known = tuned_key(x, w, bias, activation, residual, out_dtype)
-    return tuning.implementations("linear", known, untuned=("mosaic",) if is_best else ())
+    return tuning.implementations("linear", tuned_key(layer, arrays), untuned=("mosaic",) if is_best else ())
 
 
 def tuned_config(known: tuning.Key, rows: int, *, is_normed: bool = False, keeps_product: bool = False) -> Config:

@@ -6,61 +6,56 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from pallas_kernels.ops._products.layer import Layer, LayerArrays
 from pallas_kernels.ops._products.product import Config, bias_gradient, product, product_gradients
 from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
 from pallas_kernels.ops.linear.config import tuned_config, tuned_key
-from pallas_kernels.ops.linear.reference import linear_reference
+from pallas_kernels.ops.linear.reference import layer_reference
 from pallas_kernels.primitives.activations import Activation
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.platform import varying_like
 
 
 def linear_forward(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
+    layer: Layer,
+    arrays: LayerArrays,
     *,
-    activation: Activation | None,
-    out_dtype: jnp.dtype,
     keeps_product: bool = False,
     config: Config | None = None,
     **before: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (activation(x @ w + bias) + residual, x @ w); the second is in x's dtype, or None unless it is kept.
+    """Returns activation(x @ w + bias) + residual, and x @ w in x's dtype if it is kept, else None.
 
-    x: (rows, features), w: (features, outputs), of one 16-bit dtype. bias: (outputs,). residual: (rows, outputs) of
-    out_dtype. before: see `before_product`.
+    x: (rows, features), w: (features, outputs), of one 16-bit dtype. before: see `before_product`.
     """
-    if config is None:
-        known = tuned_key(x, w, bias, activation and activation.name, residual, jnp.dtype(out_dtype))
-        config = tuned_config(known, x.shape[0], keeps_product=keeps_product)
-    epilogue = Epilogue(activation=activation, keeps_products=keeps_product)
-    options = {"bias": bias, "residual": residual, "out_dtype": out_dtype, **before}
-    results = product(x, [w], config=config, name="linear", epilogue=epilogue, **options)
+    x, w, bias, residual = arrays
+    config = config or tuned_config(tuned_key(layer, arrays), x.shape[0], keeps_product=keeps_product)
+    results = product(
+        x,
+        [w],
+        config=config,
+        name="linear",
+        epilogue=Epilogue(activation=layer.activation, keeps_products=keeps_product),
+        bias=bias,
+        residual=residual,
+        out_dtype=layer.out_dtype,
+        **before,
+    )
     return results[0], results[1] if keeps_product else None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def linear_mosaic(
-    activation: Activation | None,
-    out_dtype: jnp.dtype,
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def linear_mosaic(layer: Layer, arrays: LayerArrays) -> jax.Array:
     """Returns activation(x @ w + bias) + residual; differentiable. Arguments as for `linear_forward`."""
-    return linear_forward(x, w, bias, residual, activation=activation, out_dtype=out_dtype)[0]
+    return linear_forward(layer, arrays)[0]
 
 
-def _forward(activation, out_dtype, x, w, bias, residual):
-    keeps = activation is not None and out_dtype == x.dtype
-    options = {"activation": activation, "out_dtype": out_dtype, "keeps_product": keeps}
-    y, kept = linear_forward(x, w, bias, residual, **options)
-    return y, (x, w, bias, kept, residual is not None)
+def _forward(layer, arrays):
+    keeps = layer.activation is not None and layer.out_dtype == arrays.x.dtype
+    y, kept = linear_forward(layer, arrays, keeps_product=keeps)
+    # Saved values are arrays, or a structure without any: of the residual only whether there is one.
+    return y, (arrays._replace(residual=None if arrays.residual is None else ()), kept)
 
 
 def linear_backward(
@@ -89,18 +84,14 @@ def linear_backward(
     return dx, dw, dbias
 
 
-def _backward(activation, out_dtype, saved, dy):
-    x, w, bias, kept, has_residual = saved
-    if out_dtype == x.dtype:
-        gradients = linear_backward(x, w, bias, kept, dy, activation=activation)
+def _backward(layer, saved, dy):
+    (x, w, bias, residual), kept = saved
+    gradients: tuple[Any, ...]
+    if layer.out_dtype == x.dtype:
+        gradients = linear_backward(x, w, bias, kept, dy, activation=layer.activation)
     else:  # the tensor cores would round a float32 cotangent
-
-        def forward(x, w, bias):
-            name = activation and activation.name
-            return linear_reference(x, w, bias=bias, activation=name, out_dtype=out_dtype)
-
-        gradients = jax.vjp(forward, x, w, bias)[1](dy)
-    return *gradients, dy if has_residual else None
+        gradients = jax.vjp(lambda *own: layer_reference(layer, LayerArrays(*own)), x, w, bias)[1](dy)
+    return (LayerArrays(*gradients, residual=None if residual is None else dy),)
 
 
 linear_mosaic.defvjp(_forward, _backward)

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.ops._products.checks import optional_activation
+from pallas_kernels.ops._products.layer import Layer, LayerArrays
 from pallas_kernels.ops._products.norm import as_rows, norm_reference
 
 
@@ -43,3 +44,13 @@ def linear_reference(
     if residual is not None:
         y = y + residual.astype(wide)
     return y.astype(out_dtype)
+
+
+def layer_reference(
+    layer: Layer, arrays: LayerArrays, *, norm: Norm | None = None, multiply: Callable[..., jax.Array] = jnp.matmul
+) -> jax.Array:
+    """Computes a checked layer by `linear_reference`, with a result of its dtype."""
+    x, w, bias, residual = arrays
+    activation = None if layer.activation is None else layer.activation.name
+    options = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": layer.out_dtype}
+    return linear_reference(x, w, norm=norm, **options, multiply=multiply).astype(layer.out_dtype)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops._products.checks import optional_activation
+from pallas_kernels.ops._products.layer import Layer, LayerArrays
 from pallas_kernels.ops._products.norm import as_rows
 from pallas_kernels.ops._products.specs import (
     bench_tags,
     epilogue,
-    flat,
     kept_bytes,
     product_call,
     product_flops,
@@ -41,10 +41,17 @@ def _bench_calls(rows: int) -> tuple[ArgSpec, ...]:
     )
 
 
-def _forward(*, x, w, bias=None, activation=None, residual=None, out_dtype=None, config=None):
-    function, dtype = optional_activation("linear", activation), jnp.dtype(out_dtype or x.dtype)
-    y, _ = linear_forward(as_rows(x), w, bias, flat(residual), activation=function, out_dtype=dtype, config=config)
-    return (y.reshape(*x.shape[:-1], -1),)
+def _layer(arguments: Arguments) -> tuple[Layer, LayerArrays]:
+    """Returns the layer of a call, and its arrays or their shapes."""
+    arrays = LayerArrays(arguments["x"], arguments["w"], arguments.get("bias"), arguments.get("residual"))
+    dtype = jnp.dtype(arguments.get("out_dtype") or arrays.x.dtype)
+    return Layer(activation=optional_activation("linear", arguments.get("activation")), out_dtype=dtype), arrays
+
+
+def _forward(*, config=None, **arguments):
+    layer, arrays = _layer(arguments)
+    y, _ = linear_forward(layer, arrays.by_rows(), config=config)
+    return (y.reshape(*arrays.x.shape[:-1], -1),)
 
 
 def _backward(implementation, arguments, cotangents):
@@ -60,12 +67,6 @@ def _backward(implementation, arguments, cotangents):
         gradients = *jax.vjp(jnp.matmul, x, w)[1](dz.astype(x.dtype)), dbias
     dx, *rest = gradients
     return tuple(value for value in (dx.reshape(arguments["x"].shape), *rest) if value is not None)
-
-
-def _tuned_key(arguments: Arguments):
-    x, dtype = arguments["x"], jnp.dtype(arguments.get("out_dtype") or arguments["x"].dtype)
-    bias, activation, residual = (arguments.get(name) for name in ("bias", "activation", "residual"))
-    return tuned_key(x, arguments["w"], bias, activation, residual, dtype)
 
 
 LINEAR = OpSpec(
@@ -96,6 +97,6 @@ LINEAR = OpSpec(
     backward_traffic=traffic(read=("x", "w", "y", "kept"), written=("x", "w"), y=result_bytes(), kept=kept_bytes),
     backward=_backward,
     variants=variants((_forward, lambda arguments: candidates(rows_of(arguments)))),  # backward products are XLA's
-    tuned_key=_tuned_key,
+    tuned_key=lambda arguments: tuned_key(*_layer(arguments)),
     flops=product_flops,
 )

@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops._products.checks import check_linear, check_operands
-from pallas_kernels.ops._products.norm import as_rows
+from pallas_kernels.ops._products.layer import checked_layer
 from pallas_kernels.ops.linear import api as linear_api
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.ops.linear_residual_norm.config import is_preferred
 from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_mosaic
 from pallas_kernels.ops.linear_residual_norm.reference import linear_residual_norm_reference
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays
+from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import operation
@@ -75,21 +74,19 @@ def linear_residual_norm(
 
     Source: the next layer divides by the norm, as in Graef et al., "FlashNorm", 2024, https://arxiv.org/abs/2407.09577
     """
-    x, w, residual = as_arrays("linear_residual_norm", x=x, w=w, residual=residual)
-    (bias,) = optional_arrays("linear_residual_norm", bias=bias)
-    check_operands("linear_residual_norm", x=x, w=w)
-    check_linear("linear_residual_norm", x, w.shape, bias=bias, residual=residual, dtype=x.dtype)
-    support = {"mosaic": partial(linear_api.mosaic_unsupported, x, w, bias, x.dtype), "xla": lambda: None}
-    rows = as_rows(x)
+    (residual,) = as_arrays("linear_residual_norm", residual=residual)
+    layer, arrays = checked_layer("linear_residual_norm", x, w, bias=bias, residual=residual)
+    outputs, shape = arrays.w.shape[1], arrays.x.shape
+    support = {"mosaic": partial(linear_api.mosaic_unsupported, layer, arrays), "xla": lambda: None}
+    rows = arrays.by_rows()
     chosen = choose(
         "linear_residual_norm",
         implementation,
         support,
-        preferred=lambda: ("mosaic",) if is_preferred(rows.shape[0], w.shape[1], w.shape[0]) else (),
+        preferred=lambda: ("mosaic",) if is_preferred(rows.x.shape[0], outputs, shape[-1]) else (),
     )
-    if chosen == "xla" or x.size == 0 or w.size == 0:
-        return linear_residual_norm_reference(x, w, residual=residual, bias=bias)
-    operands = varying_alike((rows, w, bias, as_rows(residual)))
-    results: tuple[jax.Array, jax.Array] = linear_residual_norm_mosaic(*operands)  # pyright: ignore
+    if chosen == "xla" or not arrays.has_work:
+        return linear_residual_norm_reference(arrays.x, arrays.w, residual=residual, bias=arrays.bias)
+    results: tuple[jax.Array, jax.Array] = linear_residual_norm_mosaic(*varying_alike(rows))  # pyright: ignore
     total, mean_square = results
-    return total.reshape(residual.shape), mean_square.reshape(x.shape[:-1])
+    return total.reshape(residual.shape), mean_square.reshape(shape[:-1])

@@ -1,15 +1,25 @@
-"""The public function. It shares its checks, kernels and gradients with `linear`."""
+"""The public function: checks and dispatch. Its kernels and gradients are `linear`'s."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.dispatch import Implementation
-from pallas_kernels.ops.linear.api import apply_linear
-from pallas_kernels.ops.norm_linear.config import preference
+from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
+from pallas_kernels.ops._products.layer import Layer, LayerArrays, checked_layer
+from pallas_kernels.ops._products.norm import after_norm, check_norm, is_fusable, norm_unsupported
+from pallas_kernels.ops.linear import api as linear_api
+from pallas_kernels.ops.linear.config import tuned_config, tuned_key
+from pallas_kernels.ops.linear.mosaic_gpu import linear_forward, linear_mosaic
+from pallas_kernels.ops.linear.reference import layer_reference
+from pallas_kernels.ops.norm_linear.config import preferred
 from pallas_kernels.primitives.dimensions import shares
+from pallas_kernels.primitives.odd_sizes import matmul
+from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import operation
 
 
@@ -60,8 +70,33 @@ def norm_linear(
     if norm is None:
         raise TypeError("norm_linear: norm must be a pallas_kernels.Norm, got None; without one, call linear.")
 
-    def prefer(x, w, bias, activation, residual, dtype):
-        return preference(x, w, norm, activation, residual)
+    given = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": out_dtype}
+    layer, arrays = checked_layer("norm_linear", x, w, **given)
+    check_norm("norm_linear", norm, arrays.x)
+    support = {"mosaic": partial(mosaic_unsupported, layer, arrays, norm), "xla": lambda: None}
+    preference = partial(preferred, layer, arrays, norm)
+    chosen = choose("norm_linear", implementation, support, preferred=lambda: preference()[0])
+    if chosen == "xla" or not arrays.has_work:
+        multiply = matmul if implementation is None else jnp.matmul
+        return layer_reference(layer, arrays, norm=norm, multiply=multiply)
 
-    options = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": out_dtype}
-    return apply_linear("norm_linear", x, w, norm, **options, implementation=implementation, preference=prefer)
+    def kernel(norm, arrays):
+        known = tuned_key(layer, arrays)
+        config = tuned_config(known, arrays.x.shape[0], is_normed=is_fusable(norm, arrays.x))
+
+        def forward(*rows, **before):
+            return linear_forward(layer, LayerArrays(*rows), **before, config=config)[0]
+
+        return after_norm(lambda *rows: linear_mosaic(layer, LayerArrays(*rows)), forward, config, norm, *arrays)
+
+    def reference(norm, arrays):
+        return layer_reference(layer, arrays, norm=norm)
+
+    is_best = implementation is not None or preference()[1]
+    y = partly_by_xla(kernel, reference, forward=not is_best)(*varying_alike((norm, arrays.by_rows())))
+    return y.reshape(*arrays.x.shape[:-1], -1)
+
+
+def mosaic_unsupported(layer: Layer, arrays: LayerArrays, norm: Norm) -> str | None:
+    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
+    return linear_api.mosaic_unsupported(layer, arrays) or norm_unsupported(norm, arrays.x)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-import jax
-
 from pallas_kernels.arguments import Norm
+from pallas_kernels.ops._products.layer import Layer, LayerArrays
 from pallas_kernels.ops.linear.config import is_preferred as is_linear_preferred
 from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS, MOST_ROWS, choose_few_rows
 from pallas_kernels.primitives.gemm.config import estimated_us
@@ -17,13 +16,12 @@ FEWEST_ROWS = 512
 rows of 896 features and outputs take 29.9 µs, by XLA 34.2; 4096 of 1280 and 1152 107.7 and 143.1 (H200)."""
 
 
-def preference(
-    x: jax.Array, w: jax.Array, norm: Norm, activation: str | None, residual: jax.Array | None
-) -> tuple[Sequence[str], bool]:
+def preferred(layer: Layer, arrays: LayerArrays, norm: Norm) -> tuple[Sequence[str], bool]:
     """Returns the implementations to try if the caller requests none, and whether the kernel is the best forward."""
-    rows = prod(x.shape[:-1])
-    is_best = is_preferred(rows, w.shape[1], w.shape[0], has_activation=activation is not None)
-    has_best_gradient = norm.mean_square is None and residual is None and rows >= FEWEST_ROWS
+    (*leading, features), outputs = arrays.x.shape, arrays.w.shape[1]
+    rows = prod(leading)
+    is_best = is_preferred(rows, outputs, features, has_activation=layer.activation is not None)
+    has_best_gradient = norm.mean_square is None and arrays.residual is None and rows >= FEWEST_ROWS
     return ("mosaic",) if is_best or has_best_gradient else (), is_best
 
 

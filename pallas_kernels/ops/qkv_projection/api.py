@@ -17,8 +17,8 @@ from pallas_kernels.ops._products.norm import after_norm, as_rows, check_norm, n
 from pallas_kernels.ops.qkv_projection.config import HeadForm, chosen_config
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward, qkv_projection_mosaic
 from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import Operands
-from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference, row_positions
-from pallas_kernels.ops.rope.angles import angle_tables
+from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
+from pallas_kernels.ops.rope.heads_kernel import HeadNorm
 from pallas_kernels.ops.rope.tables import check_tables, row_tables
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_integer
 from pallas_kernels.primitives.dimensions import shares
@@ -127,15 +127,14 @@ def qkv_projection(
         return qkv_projection_reference(
             x, *weights, bias=biases, head_size=head_size, norm=norm, rope=rope, q_norm=q_norm, k_norm=k_norm
         )
-    tables = None if rope is None else _tables(rope, x, head_size)
+    tables = None if rope is None or head_size is None else _tables(rope, x, head_size)
     head_scales = tuple(None if n is None or n.scale is None else jnp.asarray(n.scale) for n in (q_norm, k_norm))
     given = Operands(x=as_rows(x), weights=weights, biases=biases or (None,) * 3, head_scales=head_scales)
     given, norm, tables = varying_alike((given, norm, tables))
     form = HeadForm(
         size=head_size,
         is_rotated=rope is not None,
-        epsilons=tuple(None if n is None else float(n.epsilon) for n in (q_norm, k_norm)),
-        rounds=tuple(n is not None and n.rounds_before_scale for n in (q_norm, k_norm)),
+        norms=(_head_norm(q_norm), _head_norm(k_norm)),
     )
     config = chosen_config(given.x, weights, form)
 
@@ -177,13 +176,17 @@ def mosaic_unsupported(
     return mosaic_gpu_unsupported()
 
 
-def _tables(rope: Rope, x: jax.Array, head_size: int | None) -> tuple[jax.Array, jax.Array]:
+def _head_norm(norm: Norm | None) -> HeadNorm | None:
+    if norm is None:
+        return None
+    return HeadNorm(epsilon=float(norm.epsilon), rounds_before_scale=norm.rounds_before_scale)
+
+
+def _tables(rope: Rope, x: jax.Array, head_size: int) -> tuple[jax.Array, jax.Array]:
     """Returns cosines and sines of x's rows, (rows, head_size or half of that) float32 each."""
-    if rope.positions is not None:
-        assert head_size is not None
-        return angle_tables(row_positions(rope, x).astype(jnp.int32), head_size, float(rope.theta))
-    cos, sin = (jnp.asarray(table).astype(jnp.float32) for table in (rope.cos, rope.sin))
-    return row_tables(cos, sin, x.shape[:-1], every_row=True)
+    positions, cos, sin = (None if each is None else jnp.asarray(each) for each in (rope.positions, rope.cos, rope.sin))
+    tables = row_tables(positions, cos, sin, x.shape[:-1], size=head_size, theta=float(rope.theta))
+    return tables[0].astype(jnp.float32), tables[1].astype(jnp.float32)
 
 
 def _check(

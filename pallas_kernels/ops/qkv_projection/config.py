@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from pallas_kernels.ops._products.product import Config
+from pallas_kernels.ops.rope.heads_kernel import HeadNorm
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import HEAD_SIZES
 from pallas_kernels.primitives.gemm.config import EVEN, FEW_ROWS, MANY_ROWS, NARROW, GemmConfig
@@ -28,18 +29,17 @@ class HeadForm:
     """The static parameters of the heads' norms and rotation.
 
     size: columns of a head, or None if heads are neither normalised nor rotated.
-    epsilons: of the norms of query and key heads, each None for no norm. rounds: their `rounds_before_scale`.
+    norms: of query and key heads, each None for no norm.
     """
 
     size: int | None = None
     is_rotated: bool = False
-    epsilons: tuple[float | None, ...] = (None, None)
-    rounds: tuple[bool, ...] = (False, False)
+    norms: tuple[HeadNorm | None, HeadNorm | None] = (None, None)
 
     @property
     def is_normed(self) -> bool:
         """Whether query or key heads are normalised."""
-        return self.epsilons != (None, None)
+        return self.norms != (None, None)
 
 
 def chosen_config(x: jax.Array, weights: Sequence[jax.Array], form: HeadForm) -> Config:

@@ -51,9 +51,11 @@ def qkv_projection_forward(
     if form.size is None or not (form.is_normed or (by_column and isinstance(config, FewRowsConfig))):
         return _projected(form, given, tables, config, **before), (None, None)
     products = _projected(HeadForm(size=form.size), given, None, config, **before)
-    heads = launch_heads(heads_of(form, given, products), tables, size=form.size, is_backward=False, name="qkv_heads")
-    kept = [None if epsilon is None else each for each, epsilon in zip(products, form.epsilons, strict=False)]
-    return tuple(each.array for each in heads), kept
+    heads, _ = launch_heads(
+        heads_of(form, given, products), tables, size=form.size, is_backward=False, name="qkv_heads"
+    )
+    kept = [None if norm is None else each for each, norm in zip(products, form.norms, strict=False)]
+    return (*heads, products[2]), kept
 
 
 def qkv_projection_mosaic(form: HeadForm, given: Operands, tables: Tables | None) -> tuple[jax.Array, ...]:
@@ -76,8 +78,8 @@ def _backward(form, saved, cotangents):
 @usual_promotion
 def _reference(form, given, tables):
     norms = [
-        None if epsilon is None else Norm(scale, epsilon=epsilon, rounds_before_scale=rounds)
-        for scale, epsilon, rounds in zip(given.head_scales, form.epsilons, form.rounds, strict=True)
+        None if norm is None else Norm(scale, epsilon=norm.epsilon, rounds_before_scale=norm.rounds_before_scale)
+        for scale, norm in zip(given.head_scales, form.norms, strict=True)
     ]
     x, pairs = given.x, zip(given.biases, given.weights, strict=True)
     results = qkv_projection_reference(

@@ -1,4 +1,7 @@
-"""The projections backward: one launch for the heads, three products for the weights, and one launch for x."""
+"""The projections backward: one launch for the heads, three products for the weights, and one launch for x.
+
+The gradients of biases are sums of XLA's over the heads' gradients.
+"""
 
 from __future__ import annotations
 
@@ -35,32 +38,10 @@ def heads_of(
     given: Operands,
     arrays: Sequence[jax.Array],
     products: Sequence[jax.Array | None] = (None, None),
-    *,
-    has_biases: bool = False,
 ) -> list[HeadArray]:
-    """Returns query, key and value as arguments of `launch_heads`. has_biases: whether biases' gradients are summed."""
-    parts = zip(
-        arrays,
-        (*products, None),
-        (*given.head_scales, None),
-        (*form.epsilons, None),
-        (*form.rounds, False),
-        (form.is_rotated, form.is_rotated, False),
-        given.biases,
-        strict=True,
-    )
-    return [
-        HeadArray(
-            array=array,
-            product=product,
-            scale=scale,
-            epsilon=epsilon,
-            rounds_before_scale=rounds,
-            is_rotated=is_rotated,
-            has_bias=has_biases and bias is not None,
-        )
-        for array, product, scale, epsilon, rounds, is_rotated, bias in parts
-    ]
+    """Returns query and key as arguments of `launch_heads`. arrays: of query, key and value."""
+    parts = zip(arrays[:2], products, form.norms, given.head_scales, strict=True)
+    return [HeadArray(array=array, product=own, norm=norm, scale=scale) for array, own, norm, scale in parts]
 
 
 def qkv_projection_backward(
@@ -72,22 +53,15 @@ def qkv_projection_backward(
 ) -> Operands:
     """Returns the gradients. products: those that `qkv_projection_forward` returned; cotangents: (rows, outputs)."""
     dproducts, dscales = tuple(cotangents), (None, None)
-    if form.size is None or not (form.is_normed or form.is_rotated):
-        dbiases = tuple(map(bias_gradient, given.biases, cotangents))
-    else:
-        heads = heads_of(form, given, cotangents, products, has_biases=True)
-        is_rope = not form.is_normed and not any(each.has_bias for each in heads)
-        name = "rope" if is_rope else "qkv_heads_gradient"
-        results = launch_heads(heads, tables, size=form.size, is_backward=True, name=name)
-        dproducts = tuple(each.array for each in results)
-        dbiases = _cast_like(given.biases, [each.bias for each in results])
-        dscales = _cast_like(given.head_scales, [each.scale for each in results[:2]])
+    if form.size is not None and (form.is_normed or form.is_rotated):
+        heads = heads_of(form, given, cotangents, products)
+        name = "qkv_heads_gradient" if form.is_normed else "rope"
+        dheads, sums = launch_heads(heads, tables, size=form.size, is_backward=True, name=name)
+        dproducts = (*dheads, cotangents[2])
+        dscales = tuple(
+            None if scale is None or total is None else total.astype(scale.dtype)
+            for scale, total in zip(given.head_scales, sums, strict=True)
+        )
     dx, dweights = product_gradients(given.x, given.weights, dproducts)
+    dbiases = tuple(map(bias_gradient, given.biases, dproducts))
     return Operands(x=dx, weights=dweights, biases=dbiases, head_scales=dscales)
-
-
-def _cast_like(arrays, sums):
-    """Casts each float32 sum to its parameter's dtype; None where there is no parameter."""
-    return tuple(
-        None if array is None else total.astype(array.dtype) for array, total in zip(arrays, sums, strict=True)
-    )

@@ -50,17 +50,11 @@ def qkv_projection_reference(
     return q, k, v
 
 
-def row_positions(rope: Rope, x: jax.Array) -> jax.Array:
-    """Returns the position of each row of x."""
-    return jnp.broadcast_to(jnp.asarray(rope.positions), x.shape[:-1]).reshape(-1)
-
-
 def _of_rows(rope: Rope, x: jax.Array) -> dict[str, jax.Array]:
     """Returns the positions of x's rows, or their cosines and sines, (1, rows, columns)."""
     if rope.positions is not None:
-        return {"positions": row_positions(rope, x)}
-    assert rope.cos is not None and rope.sin is not None
-    cos, sin = row_tables(rope.cos, rope.sin, x.shape[:-1], every_row=True)
+        return {"positions": jnp.broadcast_to(jnp.asarray(rope.positions), x.shape[:-1]).reshape(-1)}
+    cos, sin = row_tables(None, rope.cos, rope.sin, x.shape[:-1], size=0, theta=rope.theta)
     return {"cos": cos[None], "sin": sin[None]}
 
 

@@ -10,20 +10,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
-from pallas_kernels.ops._products.checks import (
-    check_linear,
-    check_operands,
-    linear_unsupported,
-    optional_activation,
-    result_dtype,
-)
-from pallas_kernels.ops._products.norm import as_rows
+from pallas_kernels.ops._products.checks import linear_unsupported
+from pallas_kernels.ops._products.layer import Layer, LayerArrays, checked_layer
+from pallas_kernels.ops.linear.reference import layer_reference
 from pallas_kernels.ops.quantized_linear.config import MOST_DIFFERENTIATED_ROWS, is_preferred
 from pallas_kernels.ops.quantized_linear.mosaic_gpu import quantized_linear_forward
-from pallas_kernels.ops.quantized_linear.reference import quantized_linear_reference
 from pallas_kernels.ops.quantized_linear.weight import DTYPES as WEIGHT_DTYPES
 from pallas_kernels.ops.quantized_linear.weight import GROUP_SIZES, QuantizedWeight
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES, FEWEST_OUTPUTS
@@ -81,40 +74,36 @@ def quantized_linear(
         TypeError, ValueError: the arguments do not fit together, or the activation or implementation is unknown.
         NotImplementedError: the requested implementation cannot run; the message says why.
     """
-    (x,) = as_arrays("quantized_linear", x=x)
-    bias, residual = optional_arrays("quantized_linear", bias=bias, residual=residual)
-    dtype = result_dtype("quantized_linear", x, out_dtype)
     _check_weights(w)
-    check_operands("quantized_linear", x=x)
-    check_linear("quantized_linear", x, w.shape, bias=bias, activation=activation, residual=residual, dtype=dtype)
-    w = jax.lax.stop_gradient(w)
-    support = {"mosaic": partial(mosaic_unsupported, x, w, bias, dtype), "xla": lambda: None}
-    rows = as_rows(x)
+    given = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": out_dtype}
+    layer, arrays = checked_layer("quantized_linear", x, jax.lax.stop_gradient(w), **given, is_quantized=True)
+    support = {"mosaic": partial(mosaic_unsupported, layer, arrays), "xla": lambda: None}
+    rows = arrays.by_rows()
     chosen = choose(
         "quantized_linear",
         implementation,
         support,
-        preferred=lambda: ("mosaic",) if is_preferred(rows.shape[0], w.shape[1], w.shape[0]) else (),
+        preferred=lambda: ("mosaic",) if is_preferred(rows.x.shape[0], w.shape[1], w.shape[0]) else (),
     )
-    if chosen == "xla" or x.size == 0 or w.values.size == 0:
-        y = quantized_linear_reference(x, w, bias=bias, activation=activation, residual=residual, out_dtype=dtype)
-        return y.astype(dtype)
-    operands = varying_alike((rows, w, bias, None if residual is None else as_rows(residual)))
-
-    def reference(x, w, bias, residual):
-        given = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": dtype}
-        return quantized_linear_reference(x, w, **given).astype(dtype)
-
+    if chosen == "xla" or not arrays.has_work:
+        return _reference(layer, arrays)
     # XLA's backward pass would compute an activation's argument, or widen the weights, once more. With gradients, 80
     # rows of 2048 features and 1408 outputs take 36.5 µs so, by XLA alone 24.7; 1706 of 7168 and 6656 873 and 805. But
     # 128 rows of 4096 and 4288 take 52.1 and 62.8.
-    is_slow = implementation is None and (activation is not None or rows.shape[0] > MOST_DIFFERENTIATED_ROWS)
-    y = partly_by_xla(partial(_quantized_linear_mosaic, activation, dtype), reference, gradient=is_slow)(*operands)
-    return y.reshape(*x.shape[:-1], w.shape[1])
+    is_slow = implementation is None and (activation is not None or rows.x.shape[0] > MOST_DIFFERENTIATED_ROWS)
+    kernel, reference = (partial(each, layer) for each in (_quantized_linear_mosaic, _reference))
+    y = partly_by_xla(kernel, reference, gradient=is_slow)(varying_alike(rows))
+    return y.reshape(*arrays.x.shape[:-1], -1)
 
 
-def mosaic_unsupported(x: jax.Array, w: QuantizedWeight, bias: jax.Array | None, out_dtype: jnp.dtype) -> str | None:
+def _reference(layer: Layer, arrays: LayerArrays) -> jax.Array:
+    """Computes the layer with the scaled weights rounded to x's dtype."""
+    return layer_reference(layer, arrays._replace(w=arrays.w.dequantized(arrays.x.dtype)))
+
+
+def mosaic_unsupported(layer: Layer, arrays: LayerArrays) -> str | None:
     """Returns why the Mosaic GPU kernel cannot take these arguments here, or None if it can."""
+    x, w, bias, _ = arrays
     features, outputs = w.shape
     line = _LINE_BYTES * 8 // w.bits
     rows = math.prod(x.shape[:-1])
@@ -128,7 +117,7 @@ def mosaic_unsupported(x: jax.Array, w: QuantizedWeight, bias: jax.Array | None,
             f"w is {features} by {outputs} of {w.bits} bits; the kernel takes multiples of {line} features and of "
             f"{COLUMNS} outputs, and at least {fewest} outputs for {rows} rows"
         )
-    return linear_unsupported(x, bias, out_dtype)
+    return linear_unsupported(x, bias, layer.out_dtype)
 
 
 def _check_weights(w: QuantizedWeight) -> None:
@@ -156,34 +145,23 @@ def _check_weights(w: QuantizedWeight) -> None:
         )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _quantized_linear_mosaic(
-    activation: str | None,
-    out_dtype: jnp.dtype,
-    x: jax.Array,
-    w: QuantizedWeight,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-) -> jax.Array:
-    function = optional_activation("quantized_linear", activation)
-    return quantized_linear_forward(x, w, bias, residual, activation=function, out_dtype=out_dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _quantized_linear_mosaic(layer: Layer, arrays: LayerArrays) -> jax.Array:
+    return quantized_linear_forward(layer, arrays)
 
 
-def _mosaic_fwd(activation, out_dtype, x, w, bias, residual):
-    y = _quantized_linear_mosaic(activation, out_dtype, x, w, bias, residual)
-    return y, (x, w, bias, residual is not None)
+def _mosaic_fwd(layer, arrays):
+    # Saved values are arrays, or a structure without any: of the residual only whether there is one.
+    kept = arrays._replace(residual=None if arrays.residual is None else ())
+    return quantized_linear_forward(layer, arrays), kept
 
 
 @usual_promotion
-def _mosaic_bwd(activation, out_dtype, saved, dy):
+def _mosaic_bwd(layer, saved, dy):
     """Computes the gradients by XLA, and the product again if the activation needs it."""
-    x, w, bias, has_residual = saved
-
-    def forward(x, bias):
-        return quantized_linear_reference(x, w, bias=bias, activation=activation, out_dtype=out_dtype)
-
-    dx, dbias = jax.vjp(forward, x, bias)[1](dy)
-    return dx, None, dbias, dy if has_residual else None
+    x, w, bias, residual = saved
+    dx, dbias = jax.vjp(lambda x, bias: _reference(layer, LayerArrays(x, w, bias)), x, bias)[1](dy)
+    return (LayerArrays(dx, None, dbias, None if residual is None else dy),)
 
 
 _quantized_linear_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 from pallas_kernels.ops.rope.reference import rope_reference
 from pallas_kernels.ops.rope.tables import check_tables, rotating, row_tables
@@ -96,11 +95,7 @@ def rope(
     form = {"rotated": size, "interleaved": interleaved}
     if chosen == "xla" or query.size == 0 or (key is not None and key.size == 0):
         return rope_reference(query, key, positions, cos=cos, sin=sin, theta=theta, **form)
-    if positions is not None:
-        tables = angle_tables(positions.astype(jnp.int32).reshape(-1), size, theta)
-    else:
-        assert cos is not None and sin is not None
-        tables = row_tables(cos, sin, query.shape[:2])
+    tables = row_tables(positions, cos, sin, query.shape[:2], size=size, theta=theta, repeats=True)
 
     def forward(arrays, tables):
         return rope_rotate(arrays, *tables, **form), tables

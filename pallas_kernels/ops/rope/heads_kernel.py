@@ -2,12 +2,13 @@
 
 A tile is several rows of one head, so that a launch takes any number of heads, and a tile's angles serve all heads of
 its rows. A warp has whole rows of the tile, and each thread both members of its pairs, so that the sums over a head are
-shuffles. Blocks are persistent. Each has a strip of neighbouring heads, reads the cosines and sines of a tile's rows
-once for all of them, and keeps the sums over its rows in registers.
+shuffles. Each block has a strip of neighbouring heads and reads the cosines and sines of a tile's rows once for all of
+them. A block that sums over rows is persistent, and keeps the sum in registers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,29 +22,25 @@ from jax.typing import DTypeLike
 from pallas_kernels.ops.rope.pairs import HeadTile, Members, Pairs
 from pallas_kernels.primitives.compat import store
 
-Refs = dict[str, Any]
-Sums = dict[str, list[Members]]
-"""Sums over rows, by kind: of "scale" over all heads of a strip, of "bias" for each head."""
 Angles = tuple[Members, Members]
 """Cosines and sines, each for the first and the second members of pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadNorm:
+    """The RMS norm of each head. rounds_before_scale: whether heads are rounded before the scale."""
+
+    epsilon: float
+    rounds_before_scale: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Part:
-    """The static parameters of an array, see `heads.HeadArray`. index: its place in the launch. heads: their number."""
+    """The static parameters of an array. heads: their number. has_sum: whether the scale's gradient is summed."""
 
-    index: int
     heads: int
-    epsilon: float | None
-    rounds_before_scale: bool
-    is_rotated: bool
-    has_scale: bool
-    has_bias: bool
-
-    @property
-    def has_result(self) -> bool:
-        """Whether the launch changes the heads; else it only sums them."""
-        return self.is_rotated or self.epsilon is not None
+    norm: HeadNorm | None
+    has_sum: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +50,8 @@ class Plan:
     size: columns of a head. every: of so many heads the first is rotated. rows: at least those of a tile. period: rows
     of cosines and sines, which repeat.
     tile: of each member of a head's pairs.
-    strip: heads of a strip, which divides each part's. at_once: those that are read together; all of a strip with sums
-    for biases. groups: of rows, with a block for each strip.
+    strip: heads of a strip, which divides each part's. at_once: those that are read together.
+    groups: of rows, with a block for each strip.
     """
 
     size: int
@@ -74,108 +71,97 @@ class Plan:
         """The number of strips of all parts."""
         return sum(part.heads for part in self.parts) // self.strip
 
-    def strips_of(self, part: Part) -> range:
-        """The strips of a part."""
-        first = sum(other.heads for other in self.parts[: part.index])
-        return range(first // self.strip, (first + part.heads) // self.strip)
 
-    @property
-    def sum_lines(self) -> dict[tuple[int, str], range]:
-        """The lines of a group's sums, by part and kind: "bias" has one for each head, "scale" one for each strip."""
-        lines: dict[tuple[int, str], range] = {}
-        end = 0
-        for part in self.parts if self.is_backward else ():
-            counts = {"bias": part.heads * part.has_bias, "scale": part.heads // self.strip * part.has_scale}
-            for kind, count in counts.items():
-                if count:
-                    lines[part.index, kind] = range(end, end + count)
-                    end += count
-        return lines
+def run_block(plan: Plan, refs: Mapping[str, Any], results: Sequence[Any], others: Sequence[Any]) -> None:
+    """Computes a group's rows of one strip.
 
-
-def run_block(plan: Plan, refs: Refs) -> None:
-    """Computes a group's rows of one strip."""
+    refs: arrays, products and scales of each part, each None where there is none, and the tables. others: the sums of
+    the parts that have them, and scratch to add rows.
+    """
     block = lax.axis_index("block")
     group, strip = lax.div(block, plan.strips), lax.rem(block, plan.strips)
-    for part in plan.parts:
-        strips = plan.strips_of(part)
-        run = _Strip(plan=plan, part=part, refs=refs, group=group, strip=strip - strips.start).run
-        pl.when((strip >= strips.start) & (strip < strips.stop))(run)
+    *sums, lines = others if others else (None,)
+    found, first = iter(sums), 0
+    for i, part in enumerate(plan.parts):
+        end = first + part.heads // plan.strip
+        run = _Strip(
+            plan=plan,
+            part=part,
+            sources=[own for own in (refs["array"][i], refs["product"][i]) if own is not None],
+            scale=refs["scale"][i],
+            tables=refs["tables"],
+            result=results[i],
+            sums=next(found) if part.has_sum else None,
+            lines=lines,
+            group=group,
+            strip=strip - first,
+        ).run
+        pl.when((strip >= first) & (strip < end))(run)
+        first = end
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Strip:
-    """One block's work: a group of rows of one strip of heads."""
+    """One block's work: a group of rows of one strip of heads. sources: the heads, and backward their products."""
 
     plan: Plan
     part: Part
-    refs: Refs
+    sources: Sequence[Any]
+    scale: Any
+    tables: Any
+    result: Any
+    sums: Any
+    lines: Any
     group: jax.Array
     strip: jax.Array
 
     def run(self) -> None:
-        plan, part, tile = self.plan, self.part, self.plan.tile
+        plan, tile = self.plan, self.plan.tile
 
-        def step(i, sums: Sums) -> Sums:
+        def step(i, total: Members | None) -> Members | None:
             start = (i * plan.groups + self.group) * tile.rows
             rows = pl.ds(jnp.minimum(start, plan.rows - tile.rows), tile.rows)
-            angles = self._angles(rows) if part.is_rotated else None
+            angles = None if self.tables is None else self._angles(rows)
 
-            def heads_step(k, sums: Sums) -> Sums:
+            def heads_step(k, total: Members | None) -> Members | None:
                 first = self.strip * plan.strip + k * plan.at_once
-                return self._heads([first + j for j in range(plan.at_once)], rows, start, angles, sums)
+                return self._heads([first + j for j in range(plan.at_once)], rows, start, angles, total)
 
-            return lax.fori_loop(0, plan.strip // plan.at_once, heads_step, sums)
+            return lax.fori_loop(0, plan.strip // plan.at_once, heads_step, total)
 
         units = pl.cdiv(plan.rows, tile.rows)
         trips = (units - self.group + plan.groups - 1) // plan.groups
-        counts = {kind: 1 if kind == "scale" else plan.strip for i, kind in plan.sum_lines if i == part.index}
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.half), jnp.float32), tile.layout)
-        sums = lax.fori_loop(0, trips, step, {kind: [(zero, zero)] * count for kind, count in counts.items()})
-        for kind, values in sums.items():
-            first = plan.sum_lines[part.index, kind].start + self.strip * counts[kind]
-            for j, value in enumerate(values):
-                self._write_sum(first + j, value)
+        total = lax.fori_loop(0, trips, step, (zero, zero) if self.part.has_sum else None)
+        if total is not None:
+            self._write_sum(total)
 
-    def _heads(self, heads: list[Any], rows: pl.Slice, start: Any, angles: Angles | None, sums: Sums) -> Sums:
-        """Writes the results of a few heads, and returns the sums with them added."""
-        plan, tile = self.plan, self.plan.tile
-        sources = [self.refs[name] for kind in ("array", "product") if (name := self._name(kind)) in self.refs]
-        loaded = [[plan.pairs.load(source, rows, head, tile) for source in sources] for head in heads]
-        gain = self._gain() if self.part.has_scale else None
-        for j, (head, values) in enumerate(zip(heads, loaded, strict=True)):
-            compute = self._gradient if plan.is_backward else self._result
+    def _heads(self, heads: list[Any], rows: pl.Slice, start: Any, angles: Angles | None, total: Members | None):
+        """Writes the results of a few heads, and returns the sum with theirs added."""
+        pairs, tile = self.plan.pairs, self.plan.tile
+        loaded = [[pairs.load(source, rows, head, tile) for source in self.sources] for head in heads]
+        gain = None if self.scale is None else _gain(self.scale, tile)
+        for head, values in zip(heads, loaded, strict=True):
+            compute = self._gradient if self.plan.is_backward else self._result
             own = self._own_angles(head, angles)
-            result, scale_terms = compute([plan.pairs.members(value) for value in values], gain, own)
-            if self.part.has_result:
-                rounded = _cast(result, plan.pairs.dtype)
-                plan.pairs.store(self.refs[self._name("result")], rows, head, rounded)
-                result = _cast(rounded, jnp.float32)
-            sums = self._add(sums, {"scale": (0, scale_terms), "bias": (j, result)}, rows, start)
-        return sums
-
-    def _name(self, kind: str) -> str:
-        return f"{kind} {self.part.index}"
-
-    def _gain(self) -> Members:
-        ref, tile = self.refs[self._name("scale")], self.plan.tile
-        first, second = (_over_rows(ref.at[member], tile).astype(jnp.float32) for member in range(2))
-        return first, second
+            result, terms = compute([pairs.members(value) for value in values], gain, own)
+            pairs.store(self.result, rows, head, _cast(result, pairs.dtype))
+            total = None if total is None or terms is None else self._add(total, terms, rows, start)
+        return total
 
     def _angles(self, rows: pl.Slice) -> Angles:
         """Reads cosines and sines of the rows, of the transposed rotation if backward."""
-        tile, own = self.plan.tile, rows
         if self.plan.period < self.plan.rows:
-            own = pl.ds(lax.rem(rows.start, self.plan.period), tile.rows)
+            rows = pl.ds(lax.rem(rows.start, self.plan.period), self.plan.tile.rows)
 
         def read(table: Any) -> Members:
             members = [
-                plgpu.load(table.at[own, m], layout=tile.layout, optimized=False).astype(jnp.float32)
+                plgpu.load(table.at[rows, m], layout=self.plan.tile.layout, optimized=False).astype(jnp.float32)
                 for m in range(table.shape[1])
             ]
             return members[0], members[-1]
 
-        cosines, sines = read(self.refs["cos"]), read(self.refs["sin"])
+        cosines, sines = map(read, self.tables)
         return cosines, (-sines[1], -sines[0]) if self.plan.is_backward else sines
 
     def _own_angles(self, head: Any, angles: Angles | None) -> Angles | None:
@@ -191,11 +177,10 @@ class _Strip:
 
     def _result(self, values: list[Members], gain: Members | None, angles: Angles | None) -> tuple[Members, None]:
         """Returns the normalised and rotated heads."""
-        (product,) = values
-        if self.part.epsilon is not None:
-            inverse = _over_columns(self._inverse(product, self.part.epsilon), self.plan.tile)
-            product = _times(product, inverse)
-            if self.part.rounds_before_scale:
+        (product,), norm = values, self.part.norm
+        if norm is not None:
+            product = _times(product, _over_columns(self._inverse(product, norm), self.plan.tile))
+            if norm.rounds_before_scale:
                 product = _cast(_cast(product, self.plan.pairs.dtype), jnp.float32)
             product = _scaled(product, gain)
         return _rotated(product, angles), None
@@ -205,60 +190,60 @@ class _Strip:
     ) -> tuple[Members, Members | None]:
         """Returns the products' gradients, and each row's terms of the scale's gradient."""
         cotangent = _rotated(values[0], angles)
-        if self.part.epsilon is None:
+        if self.part.norm is None:
             return cotangent, None
         product = values[1]
-        inverse = self._inverse(product, self.part.epsilon)
+        inverse = self._inverse(product, self.part.norm)
         over_norm = _times(cotangent, _over_columns(inverse, self.plan.tile))
         weighted = _scaled(over_norm, gain)
         slope = _over_columns(inverse * inverse * self._mean(weighted, product), self.plan.tile)
         first, second = (w - p * slope for w, p in zip(weighted, product, strict=True))
         return (first, second), (over_norm[0] * product[0], over_norm[1] * product[1])
 
-    def _inverse(self, product: Members, epsilon: float) -> jax.Array:
+    def _inverse(self, product: Members, norm: HeadNorm) -> jax.Array:
         """Returns 1 / sqrt(mean(product**2) + epsilon) of each row's head."""
-        return lax.rsqrt(self._mean(product, product) + epsilon)
+        return lax.rsqrt(self._mean(product, product) + norm.epsilon)
 
     def _mean(self, a: Members, b: Members) -> jax.Array:
         """Returns the mean of a * b over each row's head."""
         return jnp.sum(a[0] * b[0] + a[1] * b[1], axis=1) * (1.0 / self.plan.size)
 
-    def _add(self, sums: Sums, terms: dict[str, Any], rows: pl.Slice, start: jax.Array) -> Sums:
-        """Adds the summands of rows from `start` on; the last tile may begin early, in the one before."""
-        added = dict(sums)
+    def _add(self, total: Members, terms: Members, rows: pl.Slice, start: jax.Array) -> Members:
+        """Adds the terms of rows from `start` on; the last tile may begin early, in the one before."""
         tile = self.plan.tile
-        for kind in sums:
-            place, values = terms[kind]
-            if self.plan.rows % tile.rows:
-                row = plgpu.broadcasted_iota(jnp.int32, (tile.rows, tile.half), 0, layout=tile.layout) + rows.start
-                values = tuple(jnp.where(row >= start, value, jnp.float32(0)) for value in values)
-            total = (sums[kind][place][0] + values[0], sums[kind][place][1] + values[1])
-            added[kind] = [*sums[kind][:place], total, *sums[kind][place + 1 :]]
-        return added
+        if self.plan.rows % tile.rows:
+            row = plgpu.broadcasted_iota(jnp.int32, (tile.rows, tile.half), 0, layout=tile.layout) + rows.start
+            first, second = (jnp.where(row >= start, term, jnp.float32(0)) for term in terms)
+            terms = first, second
+        return total[0] + terms[0], total[1] + terms[1]
 
-    def _write_sum(self, line: jax.Array, value: Members) -> None:
-        """Adds the rows of a tile, and writes the sums over a group's rows."""
-        lines, tile = self.refs["lines"], self.plan.tile
+    def _write_sum(self, total: Members) -> None:
+        """Adds the rows of a tile, and writes the sum over a group's rows."""
+        tile = self.plan.tile
         for member in range(2):
-            lines[member] = value[member]
+            self.lines[member] = total[member]
         plgpu.commit_smem()
         for member in range(2):
-            row_values = [
-                plgpu.load(lines.at[member, row], layout=tile.layout.reduce(0), optimized=False)
+            first, *others = [
+                plgpu.load(self.lines.at[member, row], layout=tile.layout.reduce(0), optimized=False)
                 for row in range(tile.rows)
             ]
-            store(self.refs["sums"].at[self.group, line, member], sum(row_values[1:], start=row_values[0]))
-        plgpu.commit_smem()  # the next sums take the same place
+            store(self.sums.at[self.group, self.strip, member], sum(others, start=first))
 
 
 def _cast(members: Members, dtype: DTypeLike) -> Members:
     return members[0].astype(dtype), members[1].astype(dtype)
 
 
-def _over_rows(ref: Any, tile: HeadTile) -> jax.Array:
-    """Reads one value a column, the same for all rows of a tile."""
-    values = plgpu.load(ref, layout=tile.layout.reduce(0), optimized=False)
-    return plgpu.layout_cast(lax.broadcast_in_dim(values, (tile.rows, tile.half), (1,)), tile.layout)
+def _gain(scale: Any, tile: HeadTile) -> Members:
+    """Reads a head's scale, the same for all rows of a tile."""
+
+    def read(ref: Any) -> jax.Array:
+        values = plgpu.load(ref, layout=tile.layout.reduce(0), optimized=False)
+        wide = plgpu.layout_cast(lax.broadcast_in_dim(values, (tile.rows, tile.half), (1,)), tile.layout)
+        return wide.astype(jnp.float32)
+
+    return read(scale.at[0]), read(scale.at[1])
 
 
 def _over_columns(values: jax.Array, tile: HeadTile) -> jax.Array:

@@ -29,8 +29,8 @@ def rope_rotate(
     """
     batch, length, _, size = arrays[0].shape
     rows = batch * length
-    results = launch_heads(
-        [HeadArray(array=array.reshape(rows, -1), is_rotated=True) for array in arrays],
+    results, _ = launch_heads(
+        [HeadArray(array=array.reshape(rows, -1)) for array in arrays],
         (cos, sin),
         size=rotated,
         is_backward=inverse,
@@ -38,4 +38,4 @@ def rope_rotate(
         every=size // rotated,
         name="rope",
     )
-    return tuple(own.array.reshape(array.shape) for own, array in zip(results, arrays, strict=True))
+    return tuple(own.reshape(array.shape) for own, array in zip(results, arrays, strict=True))

@@ -95,12 +95,8 @@ class Pairs:
             first, second = loaded
             return first.astype(jnp.float32), second.astype(jnp.float32)
         (word,) = loaded
-        if self.dtype == jnp.bfloat16:  # the upper half of a float32
-            upper = (word << jnp.uint32(16), word & jnp.uint32(0xFFFF0000))
-            first, second = (lax.bitcast_convert_type(value, jnp.float32) for value in upper)
-            return first, second
-        lower = (word.astype(jnp.uint16), (word >> jnp.uint32(16)).astype(jnp.uint16))
-        first, second = (lax.bitcast_convert_type(value, self.dtype).astype(jnp.float32) for value in lower)
+        halves = (word.astype(jnp.uint16), (word >> jnp.uint32(16)).astype(jnp.uint16))
+        first, second = (lax.bitcast_convert_type(value, self.dtype).astype(jnp.float32) for value in halves)
         return first, second
 
     def store(self, ref: Any, rows: pl.Slice, head: jax.Array, members: Members) -> None:

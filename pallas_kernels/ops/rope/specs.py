@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.ops.rope.api import rope
 from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
 from pallas_kernels.ops.rope.reference import rope_reference
@@ -45,10 +44,8 @@ def _call(
 
 def _backward(*, query, theta=10000.0, rotated=None, interleaved=False, cotangents, **arguments):
     size = query.shape[-1] if rotated is None else rotated
-    if "positions" in arguments:
-        tables = angle_tables(arguments["positions"].reshape(-1), size, theta)
-    else:
-        tables = row_tables(arguments["cos"], arguments["sin"], query.shape[:2])
+    positions, cos, sin = (arguments.get(name) for name in ("positions", "cos", "sin"))
+    tables = row_tables(positions, cos, sin, query.shape[:2], size=size, theta=theta, repeats=True)
     return rope_rotate(cotangents, *tables, rotated=size, interleaved=interleaved, inverse=True)
 
 

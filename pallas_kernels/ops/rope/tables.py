@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.primitives.gradients import instantiated
 
 
@@ -34,18 +35,31 @@ def check_tables(operation: str, cos: jax.Array, sin: jax.Array, leading: Sequen
 
 
 def row_tables(
-    cos: jax.Array, sin: jax.Array, leading: Sequence[int], *, every_row: bool = False
+    positions: jax.Array | None,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    leading: Sequence[int],
+    *,
+    size: int,
+    theta: float,
+    repeats: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns checked tables as (rows, columns): of one batch's tokens, if all share them and not `every_row`."""
-    tables = [table.reshape(*table.shape[:-2], -1) if table.ndim == len(leading) + 2 else table for table in (cos, sin)]
-    is_shared = not every_row and all(length == 1 for table in tables for length in table.shape[:-2])
-    shape = tuple(leading[-1:]) if is_shared else tuple(leading)
+    """Returns cosines and sines as (rows, columns), of positions or of tables; they have been checked.
 
-    def rows(table: jax.Array) -> jax.Array:
-        own = table.reshape(table.shape[-len(shape) - 1 :])
+    repeats: whether to return the rows of one batch's tokens if all batches share them.
+    """
+    given = [array for array in (cos, sin) if array is not None] if positions is None else [positions[..., None]]
+    given = [array[..., 0, :] if array.ndim == len(leading) + 2 else array for array in given]
+    is_shared = repeats and all(length == 1 for array in given for length in array.shape[:-2])
+    shape = tuple(leading[-1:] if is_shared else leading)
+
+    def rows(array: jax.Array) -> jax.Array:
+        own = array.reshape(array.shape[-len(shape) - 1 :])
         return jnp.broadcast_to(own, (*shape, own.shape[-1])).reshape(-1, own.shape[-1])
 
-    return rows(tables[0]), rows(tables[1])
+    if positions is not None:
+        return angle_tables(rows(given[0]).reshape(-1).astype(jnp.int32), size, theta)
+    return rows(given[0]), rows(given[1])
 
 
 def rotating(
