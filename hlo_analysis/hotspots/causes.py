@@ -12,6 +12,7 @@ from hlo_analysis.costs.slow_work import ALIGNED_BYTES, filter_channels, is_tran
 from hlo_analysis.hlo import Instruction
 from hlo_analysis.hlo.attributes import convolution_labels, integers, product_precision, window
 from hlo_analysis.hotspots import remedies
+from hlo_analysis.hotspots.one_hot import one_hot_elements
 from hlo_analysis.patterns.launch_patterns import (
     calls_python,
     convolves,
@@ -204,6 +205,19 @@ def _one_hot_sums(launch: LaunchRow, launches: Launches, device: Device) -> Caus
     )
 
 
+def _one_hot_products(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
+    """A product with a one-hot matrix, each row of which takes a row of the other factor, or none."""
+    if not is_product(launch) or launch.flops < _LARGE_PRODUCT or not (ones := one_hot_elements(launch, launches)):
+        return None
+    summed = max(1, launch.flops // (2 * shape_of(launch.outputs[0].shape).element_count))  # more is a workspace
+    moved = launch.bytes_read + launch.bytes_written - min(launch.bytes_read, 2 * ones)
+    needed = needed_us(moved, Flops(), device)
+    if min(summed, ones // summed) <= _FEW_ROWS or launch.needed_us < _MANY_NUMBERS * needed:
+        return None
+    text = f"a product with a one-hot matrix of {ones / 1e6:,.0f} million elements, which only moves rows"
+    return Cause(text=text, remedy=remedies.MOVED_BY_INDEX, key="one-hot product", needed_us=needed)
+
+
 def _small_iterations(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
     """A loop's launch that takes longer to start than to work."""
     if launch.repeat <= 1 or launch.limiter != "overhead":
@@ -270,6 +284,7 @@ RULES: tuple[Callable[[LaunchRow, Launches, Device], Cause | None], ...] = (
     _without_matrix_units,
     _poor_convolutions,
     _one_hot_sums,
+    _one_hot_products,
     _host_callbacks,
     _sort_passes,
     _small_iterations,

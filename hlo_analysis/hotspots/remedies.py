@@ -20,6 +20,17 @@ SORTED_SUMS = Remedy(
     text="sort the indices and add each row's updates in one place, without atomics. Where indices are sorted already, "
     "say so (indices_are_sorted=True), and unique_indices=True where none comes twice",
 )
+MOVED_BY_INDEX = Remedy(
+    kind="rewrite",
+    code="# slot (tokens, choices): expert * capacity + position, and experts * capacity for tokens that are dropped\n"
+    "token = jnp.full(experts * capacity, tokens).at[slot].set(jnp.arange(tokens)[:, None], mode='drop')\n"
+    "rows = jnp.take(x, token, axis=0, mode='fill', fill_value=0)  # einsum('tec,td->ecd', dispatch, x)\n"
+    "back = jnp.take(y, slot, axis=0, mode='fill', fill_value=0)  # einsum('tec,ecd->td', combine, y)\n"
+    "out = jnp.einsum('tk,tkd->td', weights, back)",
+    text="move the rows by their index: gather each expert's tokens, and each token's results. The product multiplies "
+    "every row by zeros for all others, and its one-hot matrix is written and read. Or sort the tokens by expert and "
+    "multiply with jax.lax.ragged_dot, which drops and pads none",
+)
 APART = {
     opcode: Remedy(
         kind="option",

@@ -48,6 +48,18 @@ def operation_gradient(table: Array, ids: Array, cotangent: Array) -> Array:
     return jax.vjp(lambda table: embedding(table, ids % len(table)), table)[1](cotangent)[0]
 
 
+def dispatched(x: Array, w: Array, slots: Array) -> Array:
+    one_hot = jax.nn.one_hot(slots, 2 * len(x), dtype=x.dtype)
+    y = jax.nn.gelu(jnp.einsum("ts,td->sd", one_hot, x) @ w)
+    return jnp.einsum("ts,sd->td", 0.5 * one_hot, y)
+
+
+def gathered(x: Array, w: Array, slots: Array) -> Array:
+    tokens = jnp.full(2 * len(x), len(x)).at[slots].set(jnp.arange(len(x)), mode="drop")
+    y = jax.nn.gelu(jnp.take(x, tokens, axis=0, mode="fill", fill_value=0) @ w)
+    return 0.5 * jnp.take(y, slots, axis=0, mode="fill", fill_value=0)
+
+
 def product(x: Array, w: Array, precision: Any = None, wide: bool = False) -> Array:
     return jnp.matmul(x, w, precision=precision, preferred_element_type=jnp.float32 if wide else None)
 
@@ -162,6 +174,12 @@ ADVISED: Mapping[str, Advised] = {
         needs=lookup_gradient, followed=operation_gradient,
         sizes=_lookups((2000, 65536, 512), (4096, 131072, 256), (30522, 32768, 1024)),
         cause="A scatter adds 65536 rows into 2000", remedy="sort the indices", least=0.02,
+    ),
+    "dispatch by one-hot products": Advised(
+        needs=dispatched, followed=gathered,
+        sizes=tuple((_bf16(rows, width), _bf16(width, width), _s32(rows))
+                    for rows, width in ((4096, 1024), (2048, 4096), (8192, 512))),
+        cause="A product with a one-hot matrix of 34 million", remedy="by their index", least=0.9,
     ),
     "exact float32": Advised(
         needs=partial(product, precision="highest"),

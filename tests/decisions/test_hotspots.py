@@ -106,7 +106,12 @@ def test_programs_that_look_alike_are_not_told() -> None:
     def assigned(table: Array, ids: Array, rows: Array) -> Array:
         return table.at[ids].set(rows)
 
+    def looked_up(table: Array, ids: Array) -> Array:  # so few rows that their gradient is faster by a product
+        return jax.nn.one_hot(ids, len(table), dtype=table.dtype) @ table
+
     lookup = (_bf16(2, 1024), _s32(2), _bf16(2, 1024))
+    few = _analysis(looked_up, (_bf16(512, 1024), _s32(8192)))
+    assert _of(few, "A product with a one-hot matrix") is None
     for function, arguments in ((unique, lookup), (assigned, lookup), (product, (_f32(4096, 4096), _f32(4096, 4096)))):
         found = [each.cause for each in listed(_analysis(function, arguments)) if not each.missed]
         assert found == [], function

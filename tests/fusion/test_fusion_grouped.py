@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -174,3 +176,60 @@ def test_maxtext(sites, length):
     x = normal((2, length, FEATURES), seed=6).astype(jnp.bfloat16)
     taken = sites(maxtext, x, router, GATE, UP, DOWN, checks=False)  # rounding may send a token elsewhere
     assert taken.count("grouped_linear") == 3
+
+
+def repeated(bias, sizes, rows):
+    return jnp.repeat(bias, sizes, axis=0, total_repeat_length=rows)
+
+
+def indexed(bias, sizes, rows):
+    return bias[jnp.repeat(jnp.arange(GROUPS), sizes, total_repeat_length=rows)]
+
+
+def routed(x, scores, *weights, chosen=2, of_rows=repeated, sizes_of=None):
+    """Experts with biases, as MaxText and others write them: each token's rows follow those of the expert before."""
+    gate, up, down, *biases = weights
+    ids = jnp.ravel(lax.top_k(scores, chosen)[1])
+    sizes = sizes_of(ids) if sizes_of else jnp.bincount(ids, length=GROUPS)
+    rows = jnp.take(x, jnp.argsort(ids) // chosen, axis=0)
+    own = [of_rows(bias, sizes, rows.shape[0]) for bias in biases]
+    hidden = jax.nn.silu(lax.ragged_dot(rows, gate, sizes) + own[0]) * (lax.ragged_dot(rows, up, sizes) + own[1])
+    return lax.ragged_dot(hidden, down, sizes) + own[2]
+
+
+SCORES = normal((ROWS, GROUPS), seed=5).astype(jnp.bfloat16)
+BIASES = [normal((GROUPS, each), seed=6 + i).astype(jnp.bfloat16) for i, each in enumerate((HIDDEN, HIDDEN, FEATURES))]
+
+
+@pytest.mark.parametrize("of_rows", [repeated, indexed])
+def test_biases_of_rows_that_all_have_a_group(sites, of_rows):
+    told = []
+    found = sites(partial(routed, of_rows=of_rows), X, SCORES, GATE, UP, DOWN, *BIASES, told=told.append)
+    assert found == ["grouped_gated_linear", "grouped_linear"]
+    gated, plain = map(str, told[0].taken)
+    assert "bias_gate=" in gated and "bias_up=" in gated and "bias=" in plain
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sizes_of": lambda ids: jnp.bincount(ids + 1, length=GROUPS)},  # one in three is of no group
+        {"sizes_of": lambda ids: jnp.bincount(ids[1:], length=GROUPS)},
+        {"sizes_of": lambda ids: jnp.bincount(jnp.where(ids < 1, GROUPS, ids), length=GROUPS)},
+        {"of_rows": lambda bias, sizes, rows: repeated(bias, sizes[::-1], rows)},
+        {"of_rows": lambda bias, sizes, rows: repeated(bias[::-1], sizes, rows)[::-1]},
+        {"of_rows": lambda bias, sizes, rows: indexed(jnp.roll(bias, 1, 1), sizes - 1, rows)},
+    ],
+    ids=["shifted", "one row less", "none for some", "other sizes", "other rows", "smaller sizes"],
+)
+def test_biases_of_other_rows_are_added_apart(sites, change):
+    told = []
+    assert "grouped_linear" in sites(partial(routed, **change), X, SCORES, GATE, UP, DOWN, *BIASES, told=told.append)
+    assert not any("bias" in str(each) for each in told[0].taken)
+
+
+def test_scores_of_more_experts_than_groups_leave_rows_of_no_group(sites):
+    scores = jnp.concatenate([SCORES, SCORES[:, :1] + 4], axis=1)
+    told = []
+    sites(routed, X, scores, GATE, UP, DOWN, *BIASES, told=told.append)
+    assert not any("bias" in str(each) for each in told[0].taken)

@@ -142,6 +142,12 @@ def bind(wanted: Ref, found: Ref, names: Mapping[int, int]) -> Binding | None:
     rest = list(enumerate(zip(found.indices, found.value.shape, strict=True)))
     while rest:
         place, (index, size) = rest.pop(0)
+        if size > 1 and shape == found.value.shape and left.get(place) == index:  # the same place, maybe one position
+            places.append((0, 1, size))
+            parts.append(size)
+            labels.append((place, 0))
+            del left[place]
+            continue
         if not index.digits:
             places.append((index.start, 1, 0))
             continue

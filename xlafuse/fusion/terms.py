@@ -291,8 +291,9 @@ def head(ref: Ref, *, opposites: bool = True) -> Head | None:
     if name in ELEMENTWISE:
         data = tuple((key, frozen(each)) for key, each in sorted(params.items()) if key in _MEANINGFUL)
         return Head(name, value.dtype, tuple((operand(ref, k), 1) for k in range(len(equation.inputs))), data=data)
-    if name in ("gather", "ragged_dot_general"):
-        data = tuple((key, _told(each)) for key, each in sorted(params.items()) if key not in _HINTS)
+    if name in _WHOLE:
+        told = ((key, _told(each)) for key, each in sorted(params.items()) if key not in _HINTS)
+        data = (("result", value.position), *told)
         parts = tuple((element(each), 1) for each in equation.inputs)
         return Head(name, value.dtype, parts, data=data, whole=ref.indices)
     if name == "custom_jvp_call" and all(each.shape == value.shape for each in equation.inputs):
@@ -303,6 +304,8 @@ def head(ref: Ref, *, opposites: bool = True) -> Head | None:
     return None
 
 
+_WHOLE = frozenset(("concatenate", "cumsum", "gather", "ragged_dot_general", "scatter", "scatter-add", "top_k"))
+"""Primitives that are not looked into."""
 _HINTS = ("indices_are_sorted", "unique_indices", "preferred_element_type", "out_sharding")
 _NEGATED = {"le": ("lt", True), "lt": ("le", True), "ge": ("lt", False), "gt": ("le", False)}
 _SWAPPED = {"ge": "le", "gt": "lt"}

@@ -17,6 +17,8 @@ from jax import lax
 
 _PART = 64
 """Groups that are summed at a time: the rows of the tensor cores' layout."""
+_LOADED = 4
+"""Parts whose sizes are loaded together, in 16 registers each: the next part's need not wait for this one's sums."""
 _LAYOUT = plgpu.Layout.WGMMA
 REDUCTIONS: Mapping[str, Any] = {"reduction_scratch_bytes": 0}
 """For `launcher`: sums of rows need no shared memory, which the table takes instead."""
@@ -70,19 +72,21 @@ class Groups:
         width = min(_PART, self.sizes.shape[0])
         row, column = (plgpu.broadcasted_iota(jnp.int32, (_PART, width), axis, layout=_LAYOUT) for axis in (0, 1))
 
-        def part(i, before):
-            sizes = plgpu.load(self.sizes.at[pl.ds(i * width, width)], layout=_LAYOUT.reduce(0), optimized=False)
-            sizes = jnp.clip(sizes, 0, self.rows)
-            after = []
-            for line, (own, sum_before) in enumerate(zip((sizes, _tiles(sizes, self.tile)), before, strict=True)):
-                own = lax.broadcast_in_dim(own, (_PART, width), (1,))
-                sums = jnp.sum(jnp.where(column <= row, own, 0), axis=1)
-                self.table[line, pl.ds(i * _PART, _PART)] = sum_before + sums
-                after.append(sum_before + jnp.sum(own, axis=1))
-            return tuple(after)
+        def load(part: int) -> jax.Array:
+            place = self.sizes.at[pl.ds(part * width, width)]
+            return jnp.clip(plgpu.load(place, layout=_LAYOUT.reduce(0), optimized=False), 0, self.rows)
 
-        zero = plgpu.layout_cast(jnp.zeros(_PART, jnp.int32), _LAYOUT.reduce(1))
-        lax.fori_loop(0, self.sizes.shape[0] // width, part, (zero, zero))
+        parts = self.sizes.shape[0] // width
+        before: list[Any] = [0, 0]
+        for first in range(0, parts, _LOADED):
+            loaded = [load(part) for part in range(first, min(first + _LOADED, parts))]
+            for part, sizes in enumerate(loaded, first):
+                for line, own in enumerate((sizes, _tiles(sizes, self.tile))):
+                    own = lax.broadcast_in_dim(own, (_PART, width), (1,))
+                    sums = jnp.sum(jnp.where(column <= row, own, 0), axis=1)
+                    self.table[line, pl.ds(part * _PART, _PART)] = sums + before[line]
+                    if part + 1 < parts:
+                        before[line] += jnp.sum(own, axis=1)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.is_listed)
 
@@ -98,11 +102,12 @@ class Groups:
 
     def tile_at(self, number: jax.Array) -> RowTile:
         """Returns a tile, with no rows if its group is behind the last row."""
-        group = jnp.int32(0)
-        for power in reversed(range(self.count.bit_length())):
-            place = group + 2**power
-            is_before = self.table[1, jnp.minimum(place, self.count) - 1] <= number
-            group = jnp.where((place <= self.count) & is_before, place, group)
+        group, unit = jnp.int32(0), 4 ** ((self.count.bit_length() - 1) // 2)
+        while unit:  # digits of base 4: the three loads of one need not wait for one another
+            for place in [group + digit * unit for digit in (1, 2, 3)]:
+                is_before = self.table[1, jnp.minimum(place, self.count) - 1] <= number
+                group += jnp.where((place <= self.count) & is_before, unit, 0)
+            unit //= 4
         start, end = self.bounds(group)
         first = start + (number - self._before(1, group)) * self.tile
         count = jnp.minimum(end - first, self.tile)
