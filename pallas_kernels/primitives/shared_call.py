@@ -1,7 +1,8 @@
 """The call whose work devices share, in the program that XLA partitions.
 
 XLA asks, while it partitions, how the call's arrays are to be cut. The call's `Rule` answers, and the operation is
-traced on one device's arrays, with the kernels that serve those.
+traced on one device's arrays, with the kernels that serve those. Equal calls, such as those of a model's layers, are
+traced and lowered once for each program.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context, ContextVar, copy_context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from jax._src.custom_partitioning import _CUSTOM_PARTITIONING_CALL_NAME, _shardi
 from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.interpreters.batching import fancy_primitive_batchers
+from jax._src.interpreters.mlir import build_mlir_module_helper, merge_mlir_modules, module_to_bytecode
+from jax._src.lib import jax_mlir_ext  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import hlo
 from jax._src.sharding_impls import ShardingContext, parse_flatten_op_sharding
@@ -101,7 +104,7 @@ def _lower(ctx: Any, *values: Any, run: Callable[..., Any], rule: Rule, types: A
     warn, where = notify.get()
     callback = _ShardingCallbackInfo(
         None,
-        partial(_partition, run, rule, warn, where, copy_context()),
+        partial(_partition, run, rule, warn, where, copy_context(), {}),
         spec,
         operands,
         results,
@@ -113,7 +116,7 @@ def _lower(ctx: Any, *values: Any, run: Callable[..., Any], rule: Rule, types: A
     # JAX takes an object's identity, which differs in each process, so that its compile cache would never hit.
     key = hashlib.sha256(f"{shared.label} {text} {mesh} {context.platforms}".encode()).hexdigest()
     _sharding_callbacks[key.encode()] = callback
-    context.add_keepalive(callback)
+    context.add_keepalive(callback)  # that of the last of equal calls serves all
     call = hlo.CustomCallOp(
         [mlir.aval_to_ir_type(context, aval) for aval in ctx.avals_out],
         list(values),
@@ -145,12 +148,13 @@ def _partition(
     warn: Notify,
     where: str,
     context: Context,
+    known: dict[tuple[PartitionSpec, ...], _OneDevice],
     mesh: AbstractMesh,
     operands: Any,
     results: Any,
 ) -> tuple[AbstractMesh, Callable[..., Any], Any, Any]:
-    """Answers how a call's arrays are cut, and returns what one device computes."""
-    asked = [each.sharding.spec for each in (*operands, *results)]
+    """Answers how a call's arrays are cut, and returns what one device computes. known: for equal calls before."""
+    asked = tuple(each.sharding.spec for each in (*operands, *results))
     cut, specs = cut_of(rule, dict(mesh.shape), asked)
     manual = mesh.update(axis_types=(AxisType.Manual,) * len(mesh.axis_names))
 
@@ -159,9 +163,41 @@ def _partition(
         with use_abstract_mesh(_NONE), use_abstract_mesh(manual), jax_config._check_vma(bool(cut.sums)):
             return context.copy().run(call, *arrays)
 
+    def once(*arrays: Any) -> Any:
+        if asked not in known:
+            known[asked] = _OneDevice(jaxpr=jax.make_jaxpr(local)(*arrays))
+        return _one_device_p.bind(*arrays, computed=known[asked])
+
     call = local_call(run, rule, cut, asked, where, warn)
     places = [NamedSharding(mesh, spec) for spec in specs]
-    return mesh, local, tuple(places[len(operands) :]), tuple(places[: len(operands)])
+    return mesh, once, tuple(places[len(operands) :]), tuple(places[: len(operands)])
+
+
+@dataclass(eq=False)
+class _OneDevice:
+    """What one device computes of a call. module: as it was lowered, once it has been.
+
+    Lowering a kernel takes a second, and XLA asks anew for each call of a program.
+    """
+
+    jaxpr: ClosedJaxpr
+    module: bytes | None = None
+
+
+def _lower_one_device(ctx: Any, *values: Any, computed: _OneDevice) -> Any:
+    context = ctx.module_context
+    if computed.module is None:
+        module = build_mlir_module_helper(
+            computed.jaxpr,
+            name="one_device",
+            platforms=context.platforms,
+            backend=context.backend,
+            axis_context=context.axis_context,
+        )
+        computed.module = module_to_bytecode(module)
+    module = ir.Module.parse(computed.module, context.context)
+    name = merge_mlir_modules(context.module, "one_device", module, dst_symtab=context.symbol_table)
+    return jax_mlir_ext.inlined_func_call(context.symbol_table[name].operation, values)
 
 
 def place_of(traceback: Any) -> str:
@@ -218,6 +254,14 @@ def _batch(axis: Any, operands: Any, places: Any, *, run: Any, rule: Rule, types
     params["text"] = f"vmap {axis.size} {axes} {text}"
     return shared_p.bind(*operands, run=mapped, **params), [0] * len(types)
 
+
+_one_device_p = Primitive("one_device")
+"""A jaxpr that is lowered once for all programs that XLA asks for."""
+_one_device_p.multiple_results = True
+_one_device_p.def_abstract_eval(
+    lambda *_, computed: [ShapedArray(each.shape, each.dtype) for each in computed.jaxpr.out_avals]
+)
+mlir.register_lowering(_one_device_p, _lower_one_device)
 
 shared_p = Primitive("shared")
 """A call whose work devices share, in programs that XLA partitions."""
