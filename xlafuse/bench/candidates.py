@@ -15,7 +15,7 @@ from pallas_kernels.specs import plain
 from xlafuse.bench import attention_by_xla
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, ShapeResult
-from xlafuse.bench.timing import Candidate, TimingRun, time_candidates
+from xlafuse.bench.timing import Candidate, Timing, TimingRun, time_candidates
 
 MESSAGE_LENGTH = 600
 _TOLERANCE = 2e-2
@@ -23,6 +23,8 @@ _TOLERANCE = 2e-2
 
 The bound only catches a program that computes something else. The tests check accuracy.
 """
+
+UNTIMED = Timing(median_us=0, p20_us=0, p80_us=0, wall_us=0, kernels=(), samples=0)
 
 
 def callable_of(op: OpSpec, phase: str, implementation: str | None) -> Callable[..., Any]:
@@ -64,6 +66,28 @@ def copies(case: testing.Case, count: int) -> list[testing.Case]:
 
     others = (replace(case, arguments=copy(case.arguments), cotangents=copy(case.cotangents)) for _ in range(1, count))
     return [case, *others]
+
+
+def compiled(name: str, step: Any, arguments: Sequence[Any]) -> tuple[Any, Measured]:
+    """Compiles a strategy's jitted function; returns the program, and the record of its compile time and memory."""
+    start = time.perf_counter()
+    lowered = step.lower(*arguments)
+    lowered_at = time.perf_counter()
+    program = lowered.compile()
+    compiled_at = time.perf_counter()
+    memory = program.memory_analysis()
+    peak = None
+    if memory is not None:
+        sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
+        peak = sum(sizes) - memory.alias_size_in_bytes
+    return program, Measured(
+        name=name,
+        kind="strategy",
+        timing=UNTIMED,
+        lower_seconds=lowered_at - start,
+        compile_seconds=compiled_at - lowered_at,
+        peak_bytes=peak,
+    )
 
 
 def problem_of(name: str, error: Exception) -> Problem:

@@ -28,7 +28,7 @@ import numpy as np
 
 from hlo_analysis.targets.peaks import PEAKS
 from xlafuse.bench.block import batch_and_length, flops
-from xlafuse.bench.candidates import checked, problem_of, timed
+from xlafuse.bench.candidates import checked, compiled, problem_of, timed
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, ShapeResult
 from xlafuse.bench.settings import MeshSettings
@@ -65,15 +65,17 @@ def bench_mesh(item: str, settings: MeshSettings, sampler: Sampler | None = None
         candidates=(),
     )
     peers: list[Measured] = []
+    measured: dict[str, Measured] = {}
     if "torch_fsdp" in settings.peers and (phase, parallel) == ("train", "fsdp"):  # before the others, alone
         try:
             peers.append(_torch(config, shape, len(devices), settings))
         except Exception as error:  # the others are worth having
             result = replace(result, problems=(problem_of("torch_fsdp", error),))
-    made = partial(_candidates, config, shape, phase, layout, settings)
+    made = partial(_candidates, config, shape, phase, layout, settings, measured)
     result = timed(result, made, settings, sampler, baseline=settings.strategies[0], by_gpu=False)
     batch, length = batch_and_length(shape)
     work = _flops(config, (batch, length), phase) / len(devices)
+    ours = [replace(measured[each.name], timing=each.timing) for each in result.candidates]
     yield replace(
         result,
         candidates=tuple(
@@ -82,15 +84,21 @@ def bench_mesh(item: str, settings: MeshSettings, sampler: Sampler | None = None
                 tokens_per_second=batch * length / len(devices) / each.timing.wall_us * 1e6,
                 flops_share=work / each.timing.wall_us * 1e6 / _peak(devices[0]),
             )
-            for each in (*result.candidates, *peers)
+            for each in (*ours, *peers)
         ),
     )
 
 
 def _candidates(
-    config: DecoderConfig, shape: str, phase: str, layout: Layout, settings: MeshSettings, problems: list[Problem]
+    config: DecoderConfig,
+    shape: str,
+    phase: str,
+    layout: Layout,
+    settings: MeshSettings,
+    measured: dict[str, Measured],
+    problems: list[Problem],
 ) -> list[Candidate]:
-    """Returns what runs and agrees with the baseline; programs compile at the same time."""
+    """Returns what runs and agrees with the baseline; adds to `measured` how each compiled, all at the same time."""
     names = [*settings.strategies]
     if "shard_map" in settings.peers and phase == "gradient":
         names.append("shard_map")
@@ -99,39 +107,45 @@ def _candidates(
         pending = {name: pool.submit(start, name) for name in names}
 
     def of(name: str) -> tuple[Candidate, Any]:
-        call, first = pending[name].result()
+        call, first, compilation = pending[name].result()
         kind = "peer" if name in PEERS else "strategy"
+        measured[name] = replace(compilation, kind=kind)
         return Candidate(name=name, kind=kind, call=call, inputs=[()]), first()
 
     return checked({name: partial(of, name) for name in names}, problems, tolerance=_TOLERANCE)
 
 
-Started = Callable[[str], tuple[Callable[[], Any], Callable[[], list[Any]]]]
-"""Compiles a strategy's program: gives its call, and its call once with the results to check."""
+Started = Callable[[str], tuple[Callable[[], Any], Callable[[], list[Any]], Measured]]
+"""Compiles a strategy's program: gives its call, its call once with the results to check, and the compilation."""
 
 
 def _gradient(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Started:
     """The gradient of a stack of layers."""
     block, sizes = config.block, batch_and_length(shape)
     _, (params, x, *rest) = block_function(block, sizes, layout=layout)
-    placed = jax.tree.map(lambda each: each.sharding, ((params,) * config.layers, x, *rest))
+    placed = jax.tree.map(lambda each: each.sharding, (params, x))
 
-    def draw(key: jax.Array) -> Any:
-        keys = iter(jax.random.split(key, 2 + config.layers * len(jax.tree.leaves(params))))
+    def normal(key: jax.Array, like: Any, deviation: float) -> jax.Array:
+        return (deviation * jax.random.normal(key, like.shape, jnp.float32)).astype(like.dtype)
 
-        def normal(like: Any, deviation: float) -> jax.Array:
-            return (deviation * jax.random.normal(next(keys), like.shape, jnp.float32)).astype(like.dtype)
+    @partial(jax.jit, out_shardings=placed[0])  # compiled once for all layers
+    def drawn(key: jax.Array) -> Any:
+        leaves, structure = jax.tree.flatten(params)
+        keys = jax.random.split(key, len(leaves))
+        made = [
+            jnp.ones(like.shape, like.dtype) if like.ndim == 1 else normal(key, like, like.shape[-2] ** -0.5)
+            for key, like in zip(keys, leaves, strict=True)
+        ]
+        return structure.unflatten(made)
 
-        def weight(like: Any) -> jax.Array:
-            return jnp.ones(like.shape, like.dtype) if like.ndim == 1 else normal(like, like.shape[-2] ** -0.5)
+    keys = jax.random.split(jax.random.key(seed), 2 + config.layers)
+    row = jax.jit(lambda key: normal(key, x, 1.0), out_shardings=placed[1])
+    layers, inputs, cotangent = tuple(map(drawn, keys[2:])), row(keys[0]), row(keys[1])
+    positions = [
+        jax.device_put(jnp.broadcast_to(jnp.arange(sizes[1], dtype=jnp.int32), sizes), each.sharding) for each in rest
+    ]
 
-        layers = tuple(jax.tree.map(weight, params) for _ in range(config.layers))
-        positions = [jnp.broadcast_to(jnp.arange(sizes[1], dtype=jnp.int32), sizes) for _ in rest]
-        return (layers, normal(x, 1.0), *positions), normal(x, 1.0)
-
-    arguments, cotangent = jax.jit(draw, out_shardings=(placed, placed[1]))(jax.random.key(seed))
-
-    def start(name: str) -> tuple[Callable[[], Any], Callable[[], list[Any]]]:
+    def start(name: str) -> tuple[Callable[[], Any], Callable[[], list[Any]], Measured]:
         options: dict[str, Any] = {}
         if name == "shard_map":
             from xlafuse.bench.peers import shard_map
@@ -154,32 +168,36 @@ def _gradient(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> S
             y, pullback = jax.vjp(lambda layers, x: stack(layers, x, *positions), layers, x)
             return y, pullback(cotangent)
 
-        step = jax.jit(gradient, out_shardings=(placed[1], placed[:2]), compiler_options=options)
-        compiled = step.lower(*arguments, cotangent).compile()
-        call = partial(compiled, *arguments, cotangent)
-        return call, lambda: jax.tree.leaves(call())
+        out = (placed[1], ((placed[0],) * config.layers, placed[1]))
+        step = jax.jit(gradient, out_shardings=out, compiler_options=options)
+        arguments = (layers, inputs, *positions, cotangent)
+        program, compilation = compiled(name, step, arguments)
+        call = partial(program, *arguments)
+        return call, lambda: jax.tree.leaves(call()), compilation
 
     return start
 
 
 def _train(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Started:
-    """A training step."""
+    """A training step; the programs continue with the same weights, as several sets do not fit."""
     import optax  # only a training step needs it
 
     config = replace(config, block=replace(config.block, param_dtype="float32"))
-    decoder, optimizer = Decoder(config), optax.adamw(1e-5)
+    optimizer = optax.adamw(1e-5)
     batch, length = batch_and_length(shape)
+    decoder = Decoder(config, layout=layout)
     params = jax.eval_shape(decoder.params, jax.random.key(0))
+    state = jax.eval_shape(optimizer.init, params)
     of_params = layout.of_weights(params)
     of_state = optax.tree_map_params(
-        optimizer, lambda _, sharding: sharding, jax.eval_shape(optimizer.init, params), of_params,
-        transform_non_params=lambda _: layout.whole,
-    )  # fmt: skip
-    draw = jax.jit(decoder.params, out_shardings=of_params)
+        optimizer, lambda _, sharding: sharding, state, of_params, transform_non_params=lambda _: layout.whole
+    )
+    begin = jax.jit(optimizer.init, out_shardings=of_state)
     tokens = jax.random.randint(jax.random.key(seed + 1), (batch, length + 1), 0, config.vocabulary, jnp.int32)
     tokens = jax.device_put(tokens, layout.tokens)
+    held: list[Any] = []
 
-    def start(name: str) -> tuple[Callable[[], Any], Callable[[], list[Any]]]:
+    def start(name: str) -> tuple[Callable[[], Any], Callable[[], list[Any]], Measured]:
         strategy = get_strategy(name)
         model = Decoder(config, strategy.plan, layout)
 
@@ -194,21 +212,22 @@ def _train(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Star
             out_shardings=(of_params, of_state, layout.whole),
             compiler_options=dict(strategy.compiler_options),
         )
-        types = (params, jax.eval_shape(optimizer.init, params))
         types = jax.tree.map(
-            lambda each, at: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=at), types, (of_params, of_state)
+            lambda each, at: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=at),
+            (params, state),
+            (of_params, of_state),
         )
-        compiled = step.lower(*types, tokens).compile()
-        held: list[Any] = []
+        program, compilation = compiled(name, step, (*types, tokens))
 
         def call() -> Any:
-            if not held:  # each has weights of its own, as a step is given them
-                made = draw(jax.random.key(seed))
-                held[:] = made, jax.jit(optimizer.init, out_shardings=of_state)(made)
-            *held[:], value = compiled(*held, tokens)
+            if not held:  # at first, and after a step that failed, to which they were donated
+                weights = decoder.params(jax.random.key(seed))
+                held[:] = weights, begin(weights)
+            given, held[:] = tuple(held), ()
+            *held[:], value = program(*given, tokens)
             return value
 
-        return call, lambda: [call()]
+        return call, lambda: [call()], compilation
 
     return start
 

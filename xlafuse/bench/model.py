@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from xlafuse.bench.block import BASELINE, WALL_SECONDS, batch_and_length
-from xlafuse.bench.candidates import checked, timed
+from xlafuse.bench.candidates import UNTIMED, checked, compiled, timed
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, ShapeResult
 from xlafuse.bench.settings import ModelSettings
-from xlafuse.bench.timing import Candidate, Timing
+from xlafuse.bench.timing import Candidate
 from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
 from xlafuse.strategies import get_strategy
 
@@ -34,7 +34,6 @@ _TOLERANCE = 0.1
 
 The bound only catches a program that computes something else.
 """
-_UNTIMED = Timing(median_us=0, p20_us=0, p80_us=0, wall_us=0, kernels=(), samples=0)
 
 
 class _Chain:
@@ -132,7 +131,7 @@ def _of_peer(name: str, config: DecoderConfig, phase: str, chain: _Chain) -> tup
     if chain.peers is None:
         chain.peers = torch_model.shared_state(config, phase, chain.arguments, _ROOM)
     made, found, seconds, peak = torch_model.candidate(name, config, phase, chain.arguments, chain.peers)
-    return made, found, Measured(name=name, kind="peer", timing=_UNTIMED, compile_seconds=seconds, peak_bytes=peak)
+    return made, found, Measured(name=name, kind="peer", timing=UNTIMED, compile_seconds=seconds, peak_bytes=peak)
 
 
 def _bytes_of(tree: Any) -> int:
@@ -192,24 +191,7 @@ def _compiled(strategy: str, config: DecoderConfig, phase: str, arguments: tuple
         "decode": (found.rewritten(decoder.step), (1, 2, 3)),
     }[phase]
     step = jax.jit(function, donate_argnums=donated, compiler_options=dict(found.compiler_options))
-    start = time.perf_counter()
-    lowered = step.lower(*arguments)
-    lowered_at = time.perf_counter()
-    compiled = lowered.compile()
-    compiled_at = time.perf_counter()
-    memory = compiled.memory_analysis()
-    peak = None
-    if memory is not None:
-        sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
-        peak = sum(sizes) - memory.alias_size_in_bytes
-    return step, Measured(
-        name=strategy,
-        kind="strategy",
-        timing=_UNTIMED,
-        lower_seconds=lowered_at - start,
-        compile_seconds=compiled_at - lowered_at,
-        peak_bytes=peak,
-    )
+    return step, compiled(strategy, step, arguments)[1]
 
 
 def _summary(phase: str, result: Any) -> list[jax.Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -82,12 +82,19 @@ class Decoder:
         return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(layer)))
 
     def params(self, key: Array) -> Params:
-        """Draws random weights, scaled so that activations keep their size; the norms' scales are 1."""
+        """Draws random weights, scaled so that activations keep their size; the norms' scales are 1.
+
+        With a `layout`, each device draws its parts.
+        """
         config, block = self.config, self.config.block
         dtype = jnp.dtype(block.param_dtype)
         abstract = nnx.to_pure_dict(self._split[1])
 
-        @partial(jax.jit, static_argnums=1)
+        def placed(made: Params) -> Params:
+            if self.layout is None:
+                return made
+            return jax.lax.with_sharding_constraint(made, self.layout.of_weights(made))
+
         def weight(key: Array, shape: tuple[int, ...]) -> Array:
             return (jax.random.normal(key, shape, jnp.float32) * shape[-2] ** -0.5).astype(dtype)
 
@@ -101,21 +108,25 @@ class Decoder:
                 else jnp.full(leaf.shape, float("scale" in jax.tree_util.keystr(path)), dtype)
                 for k, (path, leaf) in zip(keys, leaves, strict=True)
             ]
-            return jax.tree.unflatten(structure, made)
+            return placed(jax.tree.unflatten(structure, made))
 
-        embedding_key, head_key, position_key, layer_key = jax.random.split(key, 4)
+        @jax.jit
+        def others(embedding_key: Array, head_key: Array, position_key: Array) -> Params:
+            made: Params = {
+                "embedding": weight(embedding_key, (config.vocabulary, block.hidden_size)) * config.vocabulary**0.5,
+                "head": weight(head_key, (block.hidden_size, config.vocabulary)),
+                "scale": jnp.ones((block.hidden_size,), dtype),
+            }
+            if block.norm == "layer_norm":
+                made["bias"] = jnp.zeros((block.hidden_size,), dtype)
+            if config.learned_positions is not None:
+                made["positions"] = weight(position_key, (config.learned_positions, block.hidden_size))
+            return placed(made)
+
+        *keys_of_others, layer_key = jax.random.split(key, 4)
         keys = jax.random.split(layer_key, config.layers)
-        made: Params = {
-            "embedding": weight(embedding_key, (config.vocabulary, block.hidden_size)) * config.vocabulary**0.5,
-            "head": weight(head_key, (block.hidden_size, config.vocabulary)),
-            "scale": jnp.ones((block.hidden_size,), dtype),
-            "layers": jax.lax.map(layer, keys) if config.is_scanned else tuple(map(layer, keys)),
-        }
-        if block.norm == "layer_norm":
-            made["bias"] = jnp.zeros((block.hidden_size,), dtype)
-        if config.learned_positions is not None:
-            made["positions"] = weight(position_key, (config.learned_positions, block.hidden_size))
-        return made
+        layers = jax.lax.map(layer, keys) if config.is_scanned else tuple(map(layer, keys))
+        return {**others(*keys_of_others), "layers": layers}
 
     def empty_cache(self, batch: int, length: int) -> Any:
         """Returns zero caches of all layers, for `length` tokens a sequence."""
