@@ -69,12 +69,16 @@ def copies(case: testing.Case, count: int) -> list[testing.Case]:
 
 
 def compiled(name: str, step: Any, arguments: Sequence[Any]) -> tuple[Any, Measured]:
-    """Compiles a strategy's jitted function; returns the program, and the record of its compile time and memory."""
+    """Compiles a strategy's jitted function; returns the program, and the record of its compile time and memory.
+
+    It prints the time, as a program of several layers takes long.
+    """
     start = time.perf_counter()
     lowered = step.lower(*arguments)
     lowered_at = time.perf_counter()
     program = lowered.compile()
     compiled_at = time.perf_counter()
+    print(f"  {name}: lower {lowered_at - start:.1f} + compile {compiled_at - lowered_at:.1f} s", flush=True)
     memory = program.memory_analysis()
     peak = None
     if memory is not None:
