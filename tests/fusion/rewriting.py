@@ -45,7 +45,7 @@ def checked(fn: Callable[..., Any], *arguments: jax.Array) -> list[str]:
     taken = [site.operation for each in plan.walk() for site in each.sites]
 
     def judged(*own: jax.Array) -> tuple[float, float, bool]:
-        computed: dict[Any, str] = {}
+        computed: dict[Any, Any] = {}
         ours = evaluate(plan, [*closed.consts, *own], computed.setdefault, implementation="xla")
         assert len(computed) == len(taken), f"of {taken} only {[site.operation for site in computed]} are computed"
         plain = eval_jaxpr(closed.jaxpr, closed.consts, *own)

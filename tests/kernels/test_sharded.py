@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import subprocess
@@ -26,6 +27,7 @@ from pallas_kernels import (
     Norm,
     Rope,
     attention,
+    cross_entropy,
     gated_linear,
     linear,
     qkv_projection,
@@ -33,6 +35,7 @@ from pallas_kernels import (
     rms_norm,
     testing,
 )
+from pallas_kernels.primitives import shared_call
 from pallas_kernels.primitives.dimensions import Dimensions, rule_of
 from pallas_kernels.registry import REGISTRY
 
@@ -272,6 +275,40 @@ def test_choices_are_of_the_parts_and_say_what_is_gathered(cpus):
         "x (2, 128, 1024) by d, w (1024, 1024) by t",
     }
     assert {each.where for each in choices} == {f"{__file__}:{layer.__code__.co_firstlineno + 2}"}
+
+
+def test_equal_calls_are_lowered_once_a_program(cpus, monkeypatch):
+    lowered: list[Any] = []
+    build = shared_call.build_mlir_module_helper
+    monkeypatch.setattr(
+        shared_call, "build_mlir_module_helper", lambda *args, **kwargs: lowered.append(args) or build(*args, **kwargs)
+    )
+
+    def layers(x, scale, count):
+        return jnp.sum(jnp.sin(functools.reduce(lambda x, _: x + rms_norm(x, scale), range(count), x)))
+
+    x, scale = jnp.arange(4 * 256.0).reshape(4, 256) % 7, jnp.ones(256)
+    shardings = NamedSharding(cpus, P("d")), NamedSharding(cpus, P())
+    for count in (1, 3):
+        lowered.clear()
+        gradient = jax.grad(functools.partial(layers, count=count), argnums=(0, 1))
+        found, calls = run_in_parts(gradient, (x, scale), shardings)
+        assert calls == 2 * count
+        assert len(lowered) == 2
+        for own, other in zip(found, gradient(x, scale), strict=True):
+            np.testing.assert_allclose(own, other, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_mean_over_cut_rows_does_not_multiply_gradients_again(gpus):
+    mesh = Mesh(np.array(gpus), ("d",))
+    logits = jax.ShapeDtypeStruct((4096, 32000), jnp.bfloat16, sharding=NamedSharding(mesh, P("d")))
+    labels = jax.ShapeDtypeStruct((4096,), jnp.int32, sharding=NamedSharding(mesh, P("d")))
+    with jax.sharding.use_abstract_mesh(ONE):
+        step = jax.jit(jax.grad(functools.partial(cross_entropy, reduction="mean")))
+        text = step.trace(logits, labels).lower(lowering_platforms=("cuda",)).compile().as_text() or ""
+    assert "mosaic_gpu" in text
+    assert "conditional" not in text  # of a factor that is not 1
 
 
 def test_scanned_layers_with_remat_and_vmap(cpus, seed):

@@ -27,7 +27,8 @@ from xlafuse.fusion.spellings import spellings
 ALLOWANCES = ("rounding",)
 UNSEEN_SHARDINGS = (
     "A trace cannot see how jax.jit spreads arrays: where the program is compiled for several devices, they share a "
-    "site's work, or XLA computes it, and a KernelWarning says so."
+    "site's work, or XLA computes it, and a KernelWarning says so. pallas_kernels.recorded_choices around compiling "
+    "lists each device's parts and their mesh axes."
 )
 
 
@@ -109,7 +110,7 @@ def fuse[**P, T](
             check_numerics(name, found.plan, closed)
         if report is not None:
             in_gradient = any(map(_has_tangent, inputs))
-            told = make_report(name, found.plan, found.implementations, outside=__file__, in_gradient=in_gradient)
+            told = make_report(name, found.plan, found.choices, outside=__file__, in_gradient=in_gradient)
             unseen = told.taken and may_be_partitioned() and jax.device_count() > 1
             report(replace(told, notes=(UNSEEN_SHARDINGS,)) if unseen else told)
         if any(isinstance(each, Tracer) for each in inputs):

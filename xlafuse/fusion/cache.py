@@ -12,6 +12,7 @@ import numpy as np
 from jax._src import config
 from jax.extend import core as jex
 
+from pallas_kernels.dispatch import Choice
 from xlafuse.fusion.evaluate import evaluate
 from xlafuse.fusion.graph import frozen
 from xlafuse.fusion.plan import Plan, make_plan
@@ -23,14 +24,14 @@ from xlafuse.fusion.spelling import Spelling
 class Rewritten:
     """A rewritten program.
 
-    call: computes it; a trace takes its equations over without evaluating them. implementations: the one that each
-    site's operation took.
+    call: computes it; a trace takes its equations over without evaluating them. choices: what each site's operation
+    took, on one device's parts where explicit mesh axes cut the arrays.
     """
 
     plan: Plan
     program: Any
     call: Any
-    implementations: Mapping[Site, str]
+    choices: Mapping[Site, Choice]
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,13 @@ def rewritten(
 def _rewritten(request: _Request) -> Rewritten:
     avals, *choices = request.inputs
     plan = make_plan(request.closed.jaxpr, *choices)
-    implementations: dict[Site, str] = {}
-    program = jax.make_jaxpr(lambda *inputs: evaluate(plan, inputs, implementations.setdefault))(*avals)
-    return Rewritten(plan, program, jax.jit(jex.jaxpr_as_fun(program), inline=True), implementations)
+    made: dict[Site, Choice] = {}
+
+    def keep(site: Site, choice: Choice) -> None:
+        made[site] = choice if choice.parts or site not in made else made[site]
+
+    program = jax.make_jaxpr(lambda *inputs: evaluate(plan, inputs, keep))(*avals)
+    return Rewritten(plan, program, jax.jit(jex.jaxpr_as_fun(program), inline=True), made)
 
 
 def canonical(jaxpr: Any) -> Any:

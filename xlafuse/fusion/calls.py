@@ -15,19 +15,19 @@ from xlafuse.fusion.binding import laid_out
 from xlafuse.fusion.graph import Value
 from xlafuse.fusion.site import Site
 
-OnChoice = Callable[[Site, str], object] | None
-"""Called with each site and the implementation that its operation took."""
+OnChoice = Callable[[Site, Choice], object] | None
+"""Called with each site and what its operation chose, of the whole arrays before one device's parts of them."""
 
 
 @dataclass(frozen=True)
 class _Call:
     """A site's results as a function of the arrays that its arguments are bound to.
 
-    taken: the implementations that it takes, once it is traced.
+    choices: what its operation chooses, once it is traced.
     """
 
     function: Callable[..., tuple[Any, ...]]
-    taken: list[str] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
 
 
 class Calls:
@@ -55,8 +55,8 @@ class Calls:
         call = self._shared(site, values, line) if is_traced else self._alone(site, values)
         results = call.function(*arrays)
         if self._on_choice is not None:
-            for taken in call.taken:
-                self._on_choice(site, taken)
+            for choice in call.choices:
+                self._on_choice(site, choice)
         return results
 
     def _shared(self, site: Site, values: Sequence[Value], line: Hashable) -> _Call:
@@ -68,18 +68,15 @@ class Calls:
             return self._alone(site, values)
         if key not in self._known:
             call = self._alone(site, values)
-            self._known[key] = _Call(jax.jit(call.function, inline=jax.Inline.JAX_LATE), call.taken)
+            self._known[key] = _Call(jax.jit(call.function, inline=jax.Inline.JAX_LATE), call.choices)
         return self._known[key]
 
     def _alone(self, site: Site, values: Sequence[Value]) -> _Call:
-        taken: list[str] = []
-
-        def listener(choice: Choice) -> None:
-            taken.append(choice.taken or "nothing")
+        choices: list[Choice] = []
 
         def function(*arrays: Any) -> tuple[Any, ...]:
             array_of = dict(zip(values, arrays, strict=True))
-            with contextlib.nullcontext() if self._on_choice is None else listening(listener):
+            with contextlib.nullcontext() if self._on_choice is None else listening(choices.append):
                 given = {
                     name: laid_out(binding, array_of[binding.value], keeps_missing=name in site.broadcasting)
                     for name, binding in site.arrays.items()
@@ -87,4 +84,4 @@ class Calls:
                 return site.call(given, self._implementation)
 
         function.__name__ = site.operation
-        return _Call(function, taken)
+        return _Call(function, choices)

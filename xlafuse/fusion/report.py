@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pallas_kernels.dispatch import Choice
 from xlafuse.fusion.plan import Plan
 from xlafuse.fusion.site import Refusal, Site, choice_of, structs_of
 from xlafuse.fusion.sources import line_of
@@ -18,7 +19,8 @@ class SiteTaken:
 
     where: file and line of the last of these, as the user wrote it. arrays: the dtypes and shapes, by name.
     options: the other arguments. implementation: what the operation took. equations: how many it replaces. note: what
-    is done in place of a call of an operation.
+    is done in place of a call of an operation. parts: where explicit mesh axes cut the arrays, one device's parts and
+    the axes, in words; the implementation is the one of these.
     """
 
     operation: str
@@ -28,6 +30,7 @@ class SiteTaken:
     implementation: str
     equations: int
     note: str = ""
+    parts: str = ""
 
     def __str__(self) -> str:
         if self.note:
@@ -37,7 +40,8 @@ class SiteTaken:
         given += [f"{name}={value!r}" for name, value in self.options.items()]
         replaced = f"{self.equations} equation{'' if self.equations == 1 else 's'}"
         by = "its definition, as this device has no kernels" if self.implementation == "xla" else self.implementation
-        return f"{self.where}: {self.operation}({', '.join(given)}) for {replaced}; {by}"
+        on = f" on {self.parts}" if self.parts else ""
+        return f"{self.where}: {self.operation}({', '.join(given)}) for {replaced}; {by}{on}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +88,14 @@ class Report:
 
 
 def make_report(
-    function: str, plan: Plan, implementations: Mapping[Site, str], *, outside: str, in_gradient: bool
+    function: str, plan: Plan, choices: Mapping[Site, Choice], *, outside: str, in_gradient: bool
 ) -> Report:
     """Makes the report of a plan that has been evaluated.
 
     outside: the file that traced the function. in_gradient: whether the trace takes a derivative.
     """
     plans = list(plan.walk())
-    known = {site: "xla" for each in plans for site in each.sites if site.note} | dict(implementations)
-    called = [_taken(site, known.get(site, "not computed"), outside) for each in plans for site in each.sites]
+    called = [_taken(site, choices.get(site), outside) for each in plans for site in each.sites]
     undifferentiated = () if in_gradient else tuple(each for each in called if each.operation in OF_GRADIENTS)
     left = [
         SiteLeft(operation=site.operation, where=line_of(site.root, outside=outside), reason=why_left(site))
@@ -118,16 +121,17 @@ def why_left(site: Site) -> str:
     return "; ".join(f"{name}: {why}" for name, why in reasons.items() if why)
 
 
-def _taken(site: Site, implementation: str, outside: str) -> SiteTaken:
+def _taken(site: Site, choice: Choice | None, outside: str) -> SiteTaken:
     shapes = {name: f"{each.dtype}[{','.join(map(str, each.shape))}]" for name, each in structs_of(site).items()}
     return SiteTaken(
         operation=site.operation,
         where=line_of(site.root, outside=outside),
         arrays=shapes,
         options=dict(site.options),
-        implementation=implementation,
+        implementation=("xla" if site.note else "not computed") if choice is None else choice.taken or "nothing",
         equations=len(site.covered),
         note=site.note,
+        parts="" if choice is None else choice.parts,
     )
 
 
