@@ -157,6 +157,7 @@ def test_json_has_the_same(fused):
         "implementation": "mosaic",
         "equations": 12,
         "note": "",
+        "parts": "",
     }
 
 
