@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ops.norms.reference import layer_norm_reference, rms_norm_reference
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
+from pallas_kernels.ops.norms.reference import layer_norm_reference, rms_norm_reference
 from pallas_kernels.primitives.activations import ACTIVATIONS
 from xlafuse.fusion.graph import Value, before
 from xlafuse.fusion.spelling import ACTIVATION_NEEDS, Proposal, Spelling, is_narrow, is_rows, same_order, wide
