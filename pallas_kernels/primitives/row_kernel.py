@@ -110,7 +110,7 @@ class HeldRows:
         return over_lines(value, self.segments[:1])[0] if self._are_several else value
 
 
-def held_segments(shape: tuple[int, int], itemsize: int, at_once: int | None = None) -> tuple[int, tuple[Segment, ...]]:
+def held_segments(shape: tuple[int, ...], itemsize: int, at_once: int | None = None) -> tuple[int, tuple[Segment, ...]]:
     """Returns how many of (rows, features) a block holds at once, 0 if they are not short, and their segments.
 
     at_once: that number, if it is known.

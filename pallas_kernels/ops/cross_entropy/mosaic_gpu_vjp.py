@@ -74,7 +74,7 @@ def kernel_from_parts(
         (rows, parts); and the arguments of `cross_entropy_forward`. The parts need not be the chunks.
     """
     rows, parts = operands["part_maximum"].shape
-    with_gradient = "gradient" in outputs
+    with_gradient, added = "gradient" in outputs, functools.partial(functools.reduce, jnp.add)
 
     def compute(block, refs):
         row, chunk = row_and_part(block, chunks.parts, reversed_rows=rows) if with_gradient else (block, jnp.int32(0))
@@ -85,13 +85,13 @@ def kernel_from_parts(
             if kind in refs
         )
         maximum = functools.reduce(jnp.maximum, maxima)
-        total = sum(each * jnp.exp(own - maximum) for each, own in zip(totals, maxima, strict=True))
+        total = added([each * jnp.exp(own - maximum) for each, own in zip(totals, maxima, strict=True)])
         if "loss" in refs:
             target = refs["logits"][row, token.label].astype(jnp.float32)
 
             @pl.when(chunk == 0)
             def _():
-                refs["loss"][row] = terms.loss(token, maximum, total, target, sum(sums[0]) if sums else None)
+                refs["loss"][row] = terms.loss(token, maximum, total, target, added(sums[0]) if sums else None)
                 refs["maximum"][row], refs["total"][row] = maximum, total
 
         if with_gradient:
