@@ -36,11 +36,13 @@ if TYPE_CHECKING:
     from pallas_kernels.ops.rope.api import rope
     from pallas_kernels.ops.softmax.api import softmax
     from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS
+    from pallas_kernels.primitives.overlapped import BY_COPY_ENGINES, overlapped_collectives
     from pallas_kernels.primitives.partitioned import KernelWarning
     from pallas_kernels.registry import REGISTRY, get_op
     from pallas_kernels.specs import ArgSpec, ArraySpec, ErrorBound, OpSpec, Traffic
 
 __all__ = [
+    "BY_COPY_ENGINES",
     "MOST_FUSED_NORM_ROWS",
     "REGISTRY",
     "ArgSpec",
@@ -75,6 +77,7 @@ __all__ = [
     "linear_residual_norm",
     "lora_linear",
     "norm_linear",
+    "overlapped_collectives",
     "qkv_projection",
     "quantize",
     "quantized_linear",
@@ -91,6 +94,7 @@ _HOMES = {
     "ops.norms.api": ("rms_norm", "layer_norm", "dropout_residual_norm"),
     "ops.quantized_linear.weight": ("QuantizedWeight", "quantize"),
     "primitives.few_rows.config": ("MOST_FUSED_NORM_ROWS",),
+    "primitives.overlapped": ("BY_COPY_ENGINES", "overlapped_collectives"),
     "primitives.partitioned": ("KernelWarning",),
     "registry": ("REGISTRY", "get_op"),
     "specs": ("ArgSpec", "ArraySpec", "ErrorBound", "OpSpec", "Traffic"),

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax.export import is_symbolic_dim
 
+from pallas_kernels.primitives.cuts import part
 from pallas_kernels.primitives.gradients import differentiated_as, with_backward
 from pallas_kernels.primitives.partitioned import (
     INSIDE_SHARD_MAP,
@@ -33,7 +34,6 @@ from pallas_kernels.primitives.partitioned import (
 )
 from pallas_kernels.primitives.platform import mapped_mesh_axes
 from pallas_kernels.primitives.settings import usual_promotion
-from pallas_kernels.primitives.shared_call import part
 
 IMPLEMENTATIONS = ("mosaic", "triton", "xla", "cudnn")
 """The implementation names that callers may pass."""

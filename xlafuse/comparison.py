@@ -159,7 +159,8 @@ class _Program:
         """Returns the function under the strategy's plan, and its arguments."""
         if self.config is None:
             return self.block_or_fn, self.shapes
-        return block_function(self.config, self.shapes, plan=strategy.plan, layout=self.layout)
+        function, arguments = block_function(self.config, self.shapes, plan=strategy.plan, layout=self.layout)
+        return strategy.rewritten(function) if strategy.overlaps else function, arguments
 
     def catalogue_for(self, strategy: Strategy) -> Catalogue:
         """Returns the kernels that remedies may name, with what `fuse` finds in the function."""

@@ -34,6 +34,8 @@ class Strategy:
     compiler_options: Mapping[str, str | int | bool] = field(default_factory=dict)
     """XLA options for this compilation alone."""
     requires: tuple[Requirement, ...] = ()
+    overlaps: bool = False
+    """Whether products of a block over a mesh compute while their rows or sums travel between devices."""
 
     @property
     def is_installed(self) -> bool:
@@ -41,10 +43,14 @@ class Strategy:
         return "triton" not in self.requires or find_spec("jax_triton") is not None
 
     def rewritten(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function through `fuse` if the strategy fuses, else as it is; differentiate it afterwards.
+        """Returns the function as the strategy changes it, if it fuses or overlaps; differentiate it afterwards.
 
-        Tracing it raises `NothingFusedError` where no site is taken.
+        Tracing one that fuses raises `NothingFusedError` where no site is taken.
         """
+        if self.overlaps:
+            from pallas_kernels import overlapped_collectives
+
+            return overlapped_collectives()(function)
         if not self.fuses:
             return function
         from xlafuse.fusion.program import FusedProgram
@@ -88,6 +94,8 @@ _BEST = FusionPlan(**dict.fromkeys(SITES, "best"))
 # Merging q, k and v would copy their weights before the product, and its result once for each kernel that reads a part.
 # That is 0.3 GB of traffic in the forward pass of llama3-8b at 2x4096.
 _PRODUCTS_APART = {"xla_gpu_dot_merger_threshold_mb": 0}
+# `pallas_kernels.BY_COPY_ENGINES`, without an import of JAX.
+_BY_COPY_ENGINES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
@@ -164,6 +172,17 @@ STRATEGIES: dict[str, Strategy] = {
             requires=("block", "cuda", "hopper"),
         ),
         Strategy(
+            name="pallas_overlap",
+            description=(
+                "The sites and options of best. Over a mesh, products of sequence parallel layers compute while their "
+                "rows or sums travel, by copies between the GPUs of one process."
+            ),
+            plan=_BEST,
+            compiler_options={**_PRODUCTS_APART, **_BY_COPY_ENGINES},
+            requires=("block", "cuda", "hopper"),
+            overlaps=True,
+        ),
+        Strategy(
             name="fused",
             description="The plain program rewritten by xlafuse.fuse, before it is differentiated.",
             fuses=True,
@@ -183,7 +202,11 @@ def get_strategy(name: str) -> Strategy:
 
 
 def resolve_strategies(strategies: Iterable[str | Strategy] | None) -> tuple[Strategy, ...]:
-    """Returns the named or given strategies, each once, in order; None takes all whose packages are installed."""
-    chosen = [each for each in STRATEGIES.values() if each.is_installed] if strategies is None else strategies
-    resolved = (get_strategy(each) if isinstance(each, str) else each for each in chosen)
+    """Returns the named or given strategies, each once, in order.
+
+    None takes all whose packages are installed, without those that overlap: most programs are of one device.
+    """
+    if strategies is None:
+        strategies = [each for each in STRATEGIES.values() if each.is_installed and not each.overlaps]
+    resolved = (get_strategy(each) if isinstance(each, str) else each for each in strategies)
     return tuple({strategy.name: strategy for strategy in resolved}.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -22,17 +23,21 @@ from pallas_kernels.primitives.dimensions import (
 )
 from pallas_kernels.primitives.random import part_words
 
+part: ContextVar[tuple[str, str] | None] = ContextVar("part", default=None)
+"""One device's parts of a call in words, and the call's place in the program, while what it computes is traced."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
     """Collective sums over the mesh axes that cut a name, for `Dimensions.parts`.
 
     axes: over which the name is cut. scattered: the dimension of the results along which each device keeps its part of
-    the sum alone, or None where it keeps the sum.
+    the sum alone, or None where it keeps the sum. overlaps: as in `Rule`, for the forward pass.
     """
 
     axes: Axes
     scattered: int | None = None
+    overlaps: bool = False
 
     def total(self, part: jax.Array) -> jax.Array:
         """Returns the sum of all devices' arrays, or this device's part of it."""
@@ -96,13 +101,16 @@ def cut_of(rule: Rule, sizes: Mapping[str, int], asked: Sequence[Any]) -> tuple[
     for name in sorted(rule.summed & axes_of.keys()):
         axes, place = axes_of[name], None
         if rule.primal is None and rule.scatters:
-            found = [_scattered(rule, own, spec, axes, axes_of, sizes) for own, spec in results]
+            sums_of = [
+                (own, spec) for own, spec in results if name not in names_in(own)
+            ]  # not what gradients keep of x
+            found = [_scattered(rule, own, spec, axes, axes_of, sizes) for own, spec in sums_of]
             if len(found[0]) == 1 and all(each == found[0] for each in found) and set(*found[0].values()) == set(axes):
                 (place,) = found[0]
-                along[rule.results[0][place][0]] = axes
+                along[sums_of[0][0][place][0]] = axes
         key = ROWS if name.startswith(ROWS) else name
         others = sums[key].axes if key in sums else ()
-        sums[key] = Sums(axes=(*others, *axes), scattered=place)
+        sums[key] = Sums(axes=(*others, *axes), scattered=place, overlaps=rule.overlaps and rule.primal is None)
     parts = {name: size // prod(sizes[axis] for axis in axes_of.get(name, ())) for name, size in rule.sizes.items()}
     counts = {name: prod(sizes[axis] for axis in axes) for name, axes in along.items()}
     cut = Cut(axes_of=axes_of, sizes=parts, along=counts, sums=sums, scattered=())

@@ -27,6 +27,10 @@ Parts = Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
 """Computes results from parts of arrays: a function of the arguments and of a `Sums` for each name that is cut."""
 
 
+BlockInPlace = Callable[[Mapping[str, Any], Any], Any]
+"""Computes results for one block of rows: a function of the arguments and of the `RowBlock` that is written."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
     """How devices may share an operation's work; see `shares`."""
@@ -34,10 +38,15 @@ class Dimensions:
     text: str | Callable[[Mapping[str, Any]], str]
     parts: Parts | None = None
     scatters: bool = False
+    in_place: BlockInPlace | None = None
 
 
 def shares[F](
-    text: str | Callable[[Mapping[str, Any]], str], parts: Parts | None = None, *, scatters: bool = False
+    text: str | Callable[[Mapping[str, Any]], str],
+    parts: Parts | None = None,
+    *,
+    scatters: bool = False,
+    in_place: BlockInPlace | None = None,
 ) -> Callable[[F], F]:
     """Describes the dimensions of an operation's arrays, so that devices share its work.
 
@@ -54,10 +63,12 @@ def shares[F](
         parts: computes the results where a name with "+" is cut.
         scatters: whether `parts` has one sum over a name, of an array with the results' leading dimensions, before all
             that has not this name. Each device may then keep its rows of the sum alone.
+        in_place: computes the results for one block of x's rows, for `overlapped_collectives`. Raises
+            `NotImplementedError` where no kernel can.
     """
 
     def described(function: F) -> F:
-        function.dimensions = Dimensions(text=text, parts=parts, scatters=scatters)  # pyright: ignore
+        function.dimensions = Dimensions(text=text, parts=parts, scatters=scatters, in_place=in_place)  # pyright: ignore
         return function
 
     return described
@@ -70,7 +81,7 @@ class Rule:
     sizes: of each name. whole: names that each device needs whole. summed: names over which the results have sums.
     scatters: as in `shares`. labels: of the first operands, the arguments. wholes: of arguments that tell of a whole
     array, by their places, "key" or "sizes" and the array's dimensions. primal: for gradients, how many operands are
-    not cotangents; None for a forward pass.
+    not cotangents; None for a forward pass. overlaps: whether the call was traced under `overlapped_collectives`.
     """
 
     operands: tuple[tuple[Dimension, ...], ...]
@@ -82,6 +93,7 @@ class Rule:
     labels: tuple[str, ...] = ()
     wholes: Mapping[int, tuple[str, tuple[Dimension, ...]]] = field(default_factory=dict)
     primal: int | None = None
+    overlaps: bool = False
 
     @property
     def arrays(self) -> tuple[tuple[Dimension, ...], ...]:

@@ -29,6 +29,8 @@ from pallas_kernels.primitives.dimensions import (
     rule_of,
     sizes_apart,
 )
+from pallas_kernels.primitives.gemm.row_blocks import RowBlock
+from pallas_kernels.primitives.overlapped import InPlace, is_overlapping
 from pallas_kernels.primitives.shared_call import shared_p
 
 
@@ -37,13 +39,15 @@ class Shared:
     """A function of arrays whose work devices share.
 
     function: of arrays. reference: the same by XLA, for programs whose mesh is not known. parts: the same with `Sums`
-    first, by the names of `rule.summed` that are cut. options: the arguments that are no arrays. avals: of the arrays.
+    first, by the names of `rule.summed` that are cut. in_place: the results for one block of rows, or None. options:
+    the arguments that are no arrays. avals: of the arrays.
     """
 
     operation: str
     function: Callable[..., Any]
     reference: Callable[..., Any]
     parts: Callable[..., Any]
+    in_place: InPlace | None
     rule: Rule
     options: str
     avals: tuple[Any, ...]
@@ -235,12 +239,19 @@ def shared_by(
     if isinstance(rule, str):
         return None
 
-    def parts(sums: Mapping[str, Sums], *arrays: Any) -> Any:
-        assert dimensions.parts is not None
+    def with_arrays(arrays: Sequence[Any]) -> dict[str, Any]:
         merged = list(leaves)
         for place, array in zip(places, arrays, strict=True):
             merged[place] = array
-        return dimensions.parts(by_name(merged), sums)
+        return by_name(merged)
+
+    def parts(sums: Mapping[str, Sums], *arrays: Any) -> Any:
+        assert dimensions.parts is not None
+        return dimensions.parts(with_arrays(arrays), sums)
+
+    def in_place(arrays: Sequence[Any], written: RowBlock) -> tuple[jax.Array, ...]:
+        assert dimensions.in_place is not None
+        return tuple(jax.tree.leaves(dimensions.in_place(with_arrays(arrays), written)))
 
     others = {place: leaf for place, leaf in enumerate(leaves) if place not in places}
     return Shared(
@@ -248,7 +259,8 @@ def shared_by(
         function=call,
         reference=reference,
         parts=parts,
-        rule=rule,
+        in_place=in_place if dimensions.in_place else None,
+        rule=replace(rule, overlaps=is_overlapping()),
         options=re.sub(r" at 0x\w+", "", f"{others} {structure}"),
         avals=avals,
     )

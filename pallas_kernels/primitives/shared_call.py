@@ -7,6 +7,7 @@ traced and lowered once for each program.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context, ContextVar, copy_context
@@ -34,10 +35,11 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from pallas_kernels.primitives.cuts import Cut, cut_of, summed, text_of_parts, varying
+from pallas_kernels.primitives.cuts import Cut, cut_of, part, summed, text_of_parts, varying
 from pallas_kernels.primitives.dimensions import (
     Rule,
 )
+from pallas_kernels.primitives.overlapped import gather_of
 from pallas_kernels.primitives.platform import target_device
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -45,8 +47,6 @@ Notify = Callable[[str, str], None]
 """Takes what a call does, and why, for a warning."""
 notify: ContextVar[tuple[Notify, str]] = ContextVar("notify", default=(lambda what, why: None, ""))
 """That of the call that is lowered, and the call's place in the program."""
-part: ContextVar[tuple[str, str] | None] = ContextVar("part", default=None)
-"""One device's parts of a call in words, and the call's place in the program, while what it computes is traced."""
 _NONE = AbstractMesh((), ())
 
 
@@ -104,7 +104,7 @@ def _lower(ctx: Any, *values: Any, run: Callable[..., Any], rule: Rule, types: A
     warn, where = notify.get()
     callback = _ShardingCallbackInfo(
         None,
-        partial(_partition, run, rule, warn, where, copy_context(), {}),
+        partial(_partition, run, rule, shared, warn, where, copy_context(), {}),
         spec,
         operands,
         results,
@@ -114,6 +114,7 @@ def _lower(ctx: Any, *values: Any, run: Callable[..., Any], rule: Rule, types: A
         (),
     )
     # JAX takes an object's identity, which differs in each process, so that its compile cache would never hit.
+    text += " overlaps" * rule.overlaps
     key = hashlib.sha256(f"{shared.label} {text} {mesh} {context.platforms}".encode()).hexdigest()
     _sharding_callbacks[key.encode()] = callback
     context.add_keepalive(callback)  # that of the last of equal calls serves all
@@ -145,6 +146,7 @@ def _device(platforms: Sequence[str]) -> AbstractDevice:
 def _partition(
     run: Callable[..., Any],
     rule: Rule,
+    shared: Any,
     warn: Notify,
     where: str,
     context: Context,
@@ -158,29 +160,41 @@ def _partition(
     cut, specs = cut_of(rule, dict(mesh.shape), asked)
     manual = mesh.update(axis_types=(AxisType.Manual,) * len(mesh.axis_names))
 
-    def local(*arrays: Any) -> Any:
+    def local(call: Callable[..., Any], *arrays: Any) -> Any:
         # JAX lets a mesh of another size replace none but the empty one.
         with use_abstract_mesh(_NONE), use_abstract_mesh(manual), jax_config._check_vma(bool(cut.sums)):
             return context.copy().run(call, *arrays)
 
-    def once(*arrays: Any) -> Any:
-        if asked not in known:
-            known[asked] = _OneDevice(jaxpr=jax.make_jaxpr(local)(*arrays))
-        return _one_device_p.bind(*arrays, computed=known[asked])
+    def traced(call: Callable[..., Any], specs: Sequence[PartitionSpec]) -> _OneDevice:
+        parts = (
+            jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(each.shape), each.dtype)
+            for each, spec in zip(operands, specs, strict=False)
+        )
+        jaxpr = jax.make_jaxpr(partial(local, call), axis_env=[*mesh.shape.items()])(*parts)
+        return _OneDevice(jaxpr=jaxpr, specs=specs)
 
-    call = local_call(run, rule, cut, asked, where, warn)
-    places = [NamedSharding(mesh, spec) for spec in specs]
-    return mesh, once, tuple(places[len(operands) :]), tuple(places[: len(operands)])
+    gather = gather_of(rule, cut, dict(mesh.shape), asked, len(shared.results[0])) if shared.in_place else None
+    if gather is not None and asked not in known:
+        ring = local_call(partial(gather.run, rule, run, shared.in_place), rule, cut, asked, where, warn, str(gather))
+        with contextlib.suppress(NotImplementedError):  # without a kernel that takes the blocks, rows are gathered
+            known[asked] = traced(ring, gather.specs(rule, cut, specs))
+    if asked not in known:
+        known[asked] = traced(local_call(run, rule, cut, asked, where, warn), specs)
+    computed = known[asked]
+    places = [NamedSharding(mesh, spec) for spec in computed.specs]
+    run_once = partial(_one_device_p.bind, computed=computed)
+    return mesh, run_once, tuple(places[len(operands) :]), tuple(places[: len(operands)])
 
 
 @dataclass(eq=False)
 class _OneDevice:
-    """What one device computes of a call. module: as it was lowered, once it has been.
+    """What one device computes of a call. specs: of its arrays. module: as it was lowered, once it has been.
 
     Lowering a kernel takes a second, and XLA asks anew for each call of a program.
     """
 
     jaxpr: ClosedJaxpr
+    specs: Sequence[PartitionSpec]
     module: bytes | None = None
 
 
@@ -208,17 +222,18 @@ def place_of(traceback: Any) -> str:
 
 
 def local_call(
-    run: Callable[..., Any], rule: Rule, cut: Cut, asked: Sequence[Any], where: str, warn: Notify
+    run: Callable[..., Any], rule: Rule, cut: Cut, asked: Sequence[Any], where: str, warn: Notify, note: str = ""
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns what one device computes of its parts, where all mesh axes are manual.
 
-    Warns of the mesh axes along which devices repeat the work. asked: the partition specs of the arrays.
+    Warns of the mesh axes along which devices repeat the work. asked: the partition specs of the arrays. note: what
+    `recorded_choices` says besides.
     """
     for axis, labels in rule.gathered(asked, cut.axes_of).items():
         what = f"gathers {', '.join(dict.fromkeys(labels))} over the mesh axis {axis!r}"
         warn(what, "the operation cannot be cut there, so that devices along this axis repeat its work")
 
-    text = text_of_parts(rule, cut, asked) if rule.labels else ""
+    text = "; ".join([text_of_parts(rule, cut, asked), *filter(None, [note])]) if rule.labels else ""
 
     def local(*arrays: Any) -> tuple[Any, ...]:
         if cut.sums:

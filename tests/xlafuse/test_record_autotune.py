@@ -29,8 +29,9 @@ def test_every_strategy_is_recorded_at_every_shape_and_mode(script):
     assert len(set(cases)) == len(cases)
     llama = {case[1:] for case in cases if case[0] == "llama3-8b"}
     shapes = ((2, 4096), (1, 512), (1, 1))
-    # The GPU machine's Triton is too old for `triton`; `fused` rewrites the function, which the script does not.
-    names = set(STRATEGIES) - {"triton", "fused"}
+    # The GPU machine's Triton is too old for `triton`; `fused` rewrites the function, which the script does not; and
+    # `pallas_overlap` is `best` on one device.
+    names = set(STRATEGIES) - {"triton", "fused", "pallas_overlap"}
     everything = {(name, mode, shape) for name in names for mode in ("forward", "grad") for shape in shapes}
     assert everything - llama == {(name, "grad", (1, 1)) for name in ("xla_cudnn", "pallas_cudnn")}
     assert {case[1] for case in cases if case[0] == "gpt2-medium"} == {"xla", "pallas"}

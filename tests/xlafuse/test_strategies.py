@@ -31,6 +31,7 @@ def test_registry_holds_the_strategies_by_their_names():
         "pallas_cudnn",
         "triton",
         "best",
+        "pallas_overlap",
         "fused",
     ]
     assert all(name == strategy.name for name, strategy in STRATEGIES.items())
@@ -52,12 +53,13 @@ def test_unknown_strategy_names_the_nearest():
 def test_strategies_resolve_in_order_and_once():
     mine = Strategy(name="mine", description="A strategy of the caller's own.")
     assert [s.name for s in resolve_strategies(["pallas", mine, "xla", "pallas"])] == ["pallas", "mine", "xla"]
-    assert resolve_strategies(None) == tuple(STRATEGIES.values())
+    assert resolve_strategies(None) == tuple(each for each in STRATEGIES.values() if each.name != "pallas_overlap")
 
 
 def test_triton_is_left_out_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(strategies, "find_spec", lambda _: None)
-    assert {s.name for s in STRATEGIES.values()} - {s.name for s in resolve_strategies(None)} == {"triton"}
+    left_out = set(STRATEGIES) - {s.name for s in resolve_strategies(None)}
+    assert left_out == {"triton", "pallas_overlap"}
     assert "pip install 'xlafuse[triton]'" in str(get_strategy("triton").unmet(**HERE))
 
 
@@ -69,10 +71,10 @@ def test_all_can_be_used_for_a_block_on_hopper(name):
 @pytest.mark.parametrize(
     ("changed", "refused"),
     [
-        ({"is_block": False}, {"xla_cudnn", "pallas", "pallas_cudnn", "triton", "best"}),
+        ({"is_block": False}, {"xla_cudnn", "pallas", "pallas_cudnn", "triton", "best", "pallas_overlap"}),
         ({"kind": "cpu", "compute_capability": (0, 0)}, set(STRATEGIES) - {"xla"}),
-        ({"compute_capability": (8, 0)}, {"pallas", "pallas_cudnn", "best", "fused"}),
-        ({"compute_capability": (10, 0)}, {"pallas", "pallas_cudnn", "best", "fused"}),
+        ({"compute_capability": (8, 0)}, {"pallas", "pallas_cudnn", "best", "pallas_overlap", "fused"}),
+        ({"compute_capability": (10, 0)}, {"pallas", "pallas_cudnn", "best", "pallas_overlap", "fused"}),
         ({"kind": "attached", "compute_capability": (0, 0)}, set()),
     ],
 )
@@ -81,6 +83,12 @@ def test_what_cannot_be_used_is_refused_with_a_reason(changed, refused):
     assert {name for name, reason in reasons.items() if reason} == refused
     for name in refused:
         assert f"'{name}'" in reasons[name]
+
+
+def test_overlapping_products_travel_by_copies():
+    from pallas_kernels import BY_COPY_ENGINES
+
+    assert get_strategy("pallas_overlap").compiler_options.items() >= BY_COPY_ENGINES.items()
 
 
 def test_plan_strategies_tell_a_plain_function_which_sites_they_would_need():

@@ -69,10 +69,11 @@ def _block(
     """
     from xlafuse.bench.block import PEERS
     from xlafuse.models import get_preset
-    from xlafuse.strategies import STRATEGIES
+    from xlafuse.strategies import resolve_strategies
 
     get_preset(settings.preset)
-    settings = replace(settings, strategies=settings.strategies or tuple(STRATEGIES))
+    strategies = settings.strategies or tuple(each.name for each in resolve_strategies(None))
+    settings = replace(settings, strategies=strategies)
     cases = _cases(shapes, _checked("mode", names(modes), MODES))
     _under_strategies("block", cases, settings, output, PEERS, stall_seconds=200.0)
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_bias, check_operands, check_weight, vector_unsupported
-from pallas_kernels.ops._products.norm import after_norm, as_rows, check_norm, is_fusable, norm_unsupported
+from pallas_kernels.ops._products.norm import (
+    after_norm,
+    as_rows,
+    check_norm,
+    is_fusable,
+    norm_unsupported,
+    normalised,
+)
 from pallas_kernels.ops._products.product import default_config
+from pallas_kernels.ops._products.rings import choose_in_place
 from pallas_kernels.ops.gated_linear.config import is_preferred
 from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_apart, gated_linear_forward
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
@@ -19,13 +28,26 @@ from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
+from pallas_kernels.primitives.gemm.row_blocks import RowBlock
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import operation
 
 
+def _in_place(arguments: Mapping[str, Any], written: RowBlock) -> jax.Array:
+    """Computes the layer for one block of rows."""
+    x, w_gate, w_up, norm = (arguments[name] for name in ("x", "w_gate", "w_up", "norm"))
+    biases = arguments["bias_gate"], arguments["bias_up"]
+    support = partial(mosaic_unsupported, x, w_gate, w_up, biases, norm)
+    choose_in_place("gated_linear", arguments["implementation"], x, written, support)
+    rows, activation = normalised(norm, as_rows(x)), get_activation("gated_linear", arguments["activation"])
+    config = default_config(rows.shape[0], w_gate.shape[1], w_gate.shape[0], products=2)
+    return gated_linear_forward(rows, w_gate, w_up, biases, activation=activation, config=config, written=written)
+
+
 @shares(
     "x: ... k, w_gate: k n, w_up: k n, bias_gate: n, bias_up: n, norm.scale: !e, norm.bias: e, norm.mean_square: ... "
-    "-> ... n"
+    "-> ... n",
+    in_place=_in_place,
 )
 @operation
 def gated_linear(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,15 +10,21 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import linear_unsupported
 from pallas_kernels.ops._products.layer import Layer, LayerArrays, checked_layer
+from pallas_kernels.ops._products.norm import norm_unsupported, normalised
+from pallas_kernels.ops._products.rings import choose_in_place, summed_product
 from pallas_kernels.ops.linear.config import preferred
-from pallas_kernels.ops.linear.mosaic_gpu import linear_mosaic
+from pallas_kernels.ops.linear.mosaic_gpu import linear_forward, linear_mosaic
 from pallas_kernels.ops.linear.reference import layer_reference, linear_reference
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
+from pallas_kernels.primitives.gemm.row_blocks import RowBlock
 from pallas_kernels.primitives.odd_sizes import matmul
+from pallas_kernels.primitives.overlapped import is_overlapping
+from pallas_kernels.primitives.partitioned import is_open
 from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import operation
 from pallas_kernels.primitives.triton_calls import triton_missing
@@ -29,11 +35,24 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Ar
     given = dict(arguments)
     x, w, dtype = given.pop("x"), given.pop("w"), given["out_dtype"]
     wide = None if dtype is None else jnp.promote_types(x.dtype, dtype)
-    product = sums["k"].total(linear(x, w, out_dtype=wide, implementation=given.pop("implementation")))
+    multiply = partial(linear, out_dtype=wide, implementation=given.pop("implementation"))
+    product = summed_product(x, w, sums["k"], multiply)
     return linear_reference(product, w, **given, multiply=lambda rows, *_, **__: rows)
 
 
-@shares("x: ... +k, w: k n, bias: n, residual: ... n -> ... n", _from_parts, scatters=True)
+def linear_in_place(arguments: Mapping[str, Any], written: RowBlock) -> jax.Array:
+    """Computes the layer, with or without a norm, for one block of rows."""
+    given = dict(arguments)
+    norm, implementation = given.pop("norm", None), given.pop("implementation")
+    operation = "linear" if norm is None else "norm_linear"
+    layer, arrays = checked_layer(operation, **given)
+    support = partial(mosaic_unsupported, layer, arrays, norm)
+    choose_in_place(operation, implementation, arrays.x, written, support)
+    rows = arrays.by_rows()
+    return linear_forward(layer, rows._replace(x=normalised(norm, rows.x)), written=written)[0]
+
+
+@shares("x: ... +k, w: k n, bias: n, residual: ... n -> ... n", _from_parts, scatters=True, in_place=linear_in_place)
 @operation
 def linear(
     x: jax.Array,
@@ -89,7 +108,12 @@ def linear(
         "triton": partial(triton_unsupported, layer, arrays),
         "xla": lambda: None,
     }
-    chosen = choose("linear", implementation, support, preferred=partial(preferred, layer, arrays))
+
+    def order() -> Sequence[str]:
+        # A program for several devices may let a kernel overlap with collectives where XLA's product is faster.
+        return ("mosaic",) if is_overlapping() and is_open("linear") else preferred(layer, arrays)
+
+    chosen = choose("linear", implementation, support, preferred=order)
     if chosen == "xla" or not arrays.has_work:
         return layer_reference(layer, arrays, multiply=matmul if implementation is None else jnp.matmul)
     rows = varying_alike(arrays.by_rows())
@@ -102,9 +126,10 @@ def linear(
     return y.reshape(*arrays.x.shape[:-1], -1)
 
 
-def mosaic_unsupported(layer: Layer, arrays: LayerArrays) -> str | None:
+def mosaic_unsupported(layer: Layer, arrays: LayerArrays, norm: Norm | None = None) -> str | None:
     """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
-    return operands_unsupported(arrays.x, arrays.w) or linear_unsupported(arrays.x, arrays.bias, layer.out_dtype)
+    x, w, bias, _ = arrays
+    return operands_unsupported(x, w) or linear_unsupported(x, bias, layer.out_dtype) or norm_unsupported(norm, x)
 
 
 def triton_unsupported(layer: Layer, arrays: LayerArrays) -> str | None:

@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
-from pallas_kernels.ops._products.layer import Layer, LayerArrays, checked_layer
-from pallas_kernels.ops._products.norm import after_norm, check_norm, is_fusable, norm_unsupported
+from pallas_kernels.ops._products.layer import LayerArrays, checked_layer
+from pallas_kernels.ops._products.norm import after_norm, check_norm, is_fusable
 from pallas_kernels.ops.linear import api as linear_api
 from pallas_kernels.ops.linear.config import tuned_config, tuned_key
 from pallas_kernels.ops.linear.mosaic_gpu import linear_forward, linear_mosaic
@@ -23,7 +23,10 @@ from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.settings import operation
 
 
-@shares("x: ... k, w: k n, norm.scale: !e, norm.bias: e, norm.mean_square: ..., bias: n, residual: ... n -> ... n")
+@shares(
+    "x: ... k, w: k n, norm.scale: !e, norm.bias: e, norm.mean_square: ..., bias: n, residual: ... n -> ... n",
+    in_place=linear_api.linear_in_place,
+)
 @operation
 def norm_linear(
     x: jax.Array,
@@ -73,7 +76,7 @@ def norm_linear(
     given = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": out_dtype}
     layer, arrays = checked_layer("norm_linear", x, w, **given)
     check_norm("norm_linear", norm, arrays.x)
-    support = {"mosaic": partial(mosaic_unsupported, layer, arrays, norm), "xla": lambda: None}
+    support = {"mosaic": partial(linear_api.mosaic_unsupported, layer, arrays, norm), "xla": lambda: None}
     preference = partial(preferred, layer, arrays, norm)
     chosen = choose("norm_linear", implementation, support, preferred=lambda: preference()[0])
     if chosen == "xla" or not arrays.has_work:
@@ -95,8 +98,3 @@ def norm_linear(
     is_best = implementation is not None or preference()[1]
     y = partly_by_xla(kernel, reference, forward=not is_best)(*varying_alike((norm, arrays.by_rows())))
     return y.reshape(*arrays.x.shape[:-1], -1)
-
-
-def mosaic_unsupported(layer: Layer, arrays: LayerArrays, norm: Norm) -> str | None:
-    """Returns why the Mosaic GPU kernels cannot take these arguments here, or None if they can."""
-    return linear_api.mosaic_unsupported(layer, arrays) or norm_unsupported(norm, arrays.x)

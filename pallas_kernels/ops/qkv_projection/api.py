@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import Norm, Rope
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_bias, check_operands, check_weight, vector_unsupported
-from pallas_kernels.ops._products.norm import after_norm, as_rows, check_norm, norm_unsupported
+from pallas_kernels.ops._products.norm import after_norm, as_rows, check_norm, norm_unsupported, normalised
+from pallas_kernels.ops._products.rings import choose_in_place
 from pallas_kernels.ops.qkv_projection.config import HeadForm, chosen_config
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward, qkv_projection_mosaic
 from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import Operands
@@ -23,6 +24,7 @@ from pallas_kernels.ops.rope.tables import check_tables, row_tables
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_integer
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
+from pallas_kernels.primitives.gemm.row_blocks import RowBlock
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.row_tiles import HEAD_SIZES
 from pallas_kernels.primitives.settings import operation
@@ -47,7 +49,25 @@ def _table_dimensions(arguments: Mapping[str, Any], name: str) -> str:
     return "... u !t" if has_heads else "... !t"
 
 
-@shares(_dimensions)
+def _in_place(arguments: Mapping[str, Any], written: RowBlock) -> tuple[jax.Array, ...]:
+    """Computes the projections of one block of rows."""
+    x, w_q, w_k, w_v, norm, rope, head_size = (
+        arguments[name] for name in ("x", "w_q", "w_k", "w_v", "norm", "rope", "head_size")
+    )
+    head_norms, biases = (arguments["q_norm"], arguments["k_norm"]), _biases(arguments["bias"])
+    support = partial(mosaic_unsupported, x, (w_q, w_k, w_v), biases, head_size, norm, rope, head_norms)
+    choose_in_place("qkv_projection", arguments["implementation"], x, written, support)
+    if head_norms != (None, None):
+        raise NotImplementedError("qkv_projection normalises heads in a launch of its own, which writes matrices.")
+    given = Operands(
+        x=normalised(norm, as_rows(x)), weights=(w_q, w_k, w_v), biases=biases or (None,) * 3, head_scales=(None, None)
+    )
+    tables = None if rope is None else _tables(rope, x, head_size)
+    form = HeadForm(size=head_size, is_rotated=rope is not None)
+    return qkv_projection_forward(form, given, tables, written=written)[0]
+
+
+@shares(_dimensions, in_place=_in_place)
 @operation
 def qkv_projection(
     x: jax.Array,

@@ -25,6 +25,7 @@ from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
 from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES, added_lines, padded_rows, padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.pipeline import Ring, produce, ring_types
 from pallas_kernels.primitives.gemm.problem import Problem
+from pallas_kernels.primitives.gemm.row_blocks import BlockReference, RowBlock, changed_in_place
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import varying_like
 
@@ -43,6 +44,8 @@ def gemm(
     row_squares: bool = False,
     is_along_depth: bool = False,
     out_dtype: jnp.dtype | None = None,
+    read: RowBlock | None = None,
+    written: RowBlock | None = None,
     config: GemmConfig | None = None,
     name: str = "gemm",
 ) -> tuple[jax.Array, ...]:
@@ -62,6 +65,10 @@ def gemm(
         is_along_depth: whether the operands follow one another along the depth: a[0] @ b[0] + a[1] @ b[1]. A step then
             takes the shared memory of one pair.
         out_dtype: the first result's dtype; None: the operands'.
+        read: the block of the left operand, (batch, blocks, rows, K), that is multiplied; None: a matrix. M is batch *
+            rows, and with a batch the rows must be a multiple of a tile's.
+        written: the block of the results, (batch, blocks, rows, N), that is written, as for `read`; other blocks are
+            those of `into`, or undefined. None: matrices.
         config: the tiling; its stages are reduced to those that fit.
         name: the kernel's name, for traces.
 
@@ -75,7 +82,8 @@ def gemm(
     dtype = a[0].dtype
     accumulators = 1 if rotations or is_along_depth else len(b)
     dtypes = epilogue.dtypes(accumulators, jnp.dtype(out_dtype or dtype), dtype)
-    m, k = a[0].shape
+    *_, rows, k = a[0].shape
+    m = rows if read is None else read.shape[0] * rows
     widths = tuple(array.shape[0 if transpose_b else 1] for array in b)
     config = (config or GemmConfig()).fitted(
         itemsize=dtype.itemsize, stored_bytes=sum(d.itemsize for d in dtypes), products=accumulators
@@ -99,7 +107,10 @@ def gemm(
     extras = [_given({**common, "bias": each}) for each in own]
     rotations = rotations or [None]
     pieces = Pieces.of(problem, most_columns=_most_columns(problem, rotations, dtypes))
-    out_type = [jax.ShapeDtypeStruct((m, width), dtype) for width in problem.widths for dtype in dtypes]
+    shape = (m,) if written is None else (*written.shape, m // written.shape[0])
+    out_type = [jax.ShapeDtypeStruct((*shape, width), dtype) for width in problem.widths for dtype in dtypes]
+    if written is not None and written.into:
+        out_type = []
     if row_squares:
         out_type.append(jax.ShapeDtypeStruct(problem.squares_shape, jnp.float32))
     kernel = launcher(
@@ -113,7 +124,8 @@ def gemm(
             plgpu.Barrier(num_barriers=config.warpgroups * pieces.slots),
         ),
     )
-    results = list(kernel(list(a), list(b), extras))
+    indices = {name: jnp.reshape(each.index, 1) for name, each in {"read": read, "written": written}.items() if each}
+    results = list(changed_in_place(kernel, (list(a), list(b), extras, indices), written.into if written else ()))
     if row_squares:
         results[-1] = added_lines(results[-1][:, :m])
     return tuple(varying_like(result, *a, *b, *jax.tree.leaves(extras)) for result in results)
@@ -144,9 +156,14 @@ def _roles(
     """Returns the function that `launcher` takes. rotations: for each of `Problem.widths`. dtypes: of its results."""
     count = len(dtypes)
 
-    def roles(a_refs, b_refs, extra_refs, *refs) -> Roles:
+    def roles(a_refs, b_refs, extra_refs, index_refs, into_refs, *refs) -> Roles:
         *outputs, ring_refs, buffers, arrived = refs
         squares = outputs.pop() if has_squares else None
+        outputs = [*into_refs, *outputs]
+        if "read" in index_refs:
+            a_refs = [BlockReference(ref=ref, index=index_refs["read"][0]) for ref in a_refs]
+        if "written" in index_refs:
+            outputs = [BlockReference(ref=ref, index=index_refs["written"][0]) for ref in outputs]
         ring = Ring.of(problem, ring_refs)
 
         def multiply(warpgroup):
