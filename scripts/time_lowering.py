@@ -6,6 +6,7 @@ Prints CPU seconds, which of them are the search and the lowering of kernels, an
 step has a process of its own, so that nothing is cached. See scripts/public_models for the packages and checkouts.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
