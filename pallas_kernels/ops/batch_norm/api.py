@@ -19,7 +19,7 @@ from pallas_kernels.primitives.settings import operation
 
 MOST_XLA_ROWS = 64
 """Up to this number of rows, XLA computes the statistics, the result and the gradient: for 4096 features of 16 bits it
-takes 7.7 µs forward, and three launches of ours, one of which joined the sums, 10.9 (H200)."""
+takes 7.7 µs forward, and three launches 10.9 (H200)."""
 
 
 def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> Any:
@@ -50,8 +50,8 @@ def batch_norm(
         scale, bias: (features,), any floating dtype.
         epsilon: added to the variance; a non-negative Python number.
         implementation: one of the names below, a sequence of them in order of preference, or None.
-            "mosaic": two Mosaic GPU kernels, whose sums XLA adds up, for Hopper GPUs or
-            `plgpu.force_gpu_interpret_mode`; at least 128 features.
+            "mosaic": three Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least 128
+            features.
             "xla": always runs.
             None: "mosaic" for more than 64 rows if it can run, else "xla".
 

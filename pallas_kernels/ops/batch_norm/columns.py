@@ -12,6 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ops.batch_norm.merge import moderate_or_zero
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.elementwise import (
@@ -33,8 +34,6 @@ Index = jax.Array | int
 FEW_VALUES = 2**21
 """With so few values, adding the sums of more than `_MOST_GROUPS` takes longer than more blocks save."""
 _MOST_GROUPS = 64
-_HUGE = 1e30
-"""The neighbours of such a float32 are so far from it that the distance's square is infinite."""
 SHIFT_ROWS = 8
 """The number of rows whose mean is a block's shift."""
 
@@ -235,8 +234,3 @@ def apply_columns(
 def _load(refs: Mapping[str, Any], part: Part) -> dict[str, jax.Array]:
     """Loads a part of a row from each reference to a row, as float32."""
     return {name: value.astype(jnp.float32) for name, value in load_part(refs, part).items()}
-
-
-def moderate_or_zero(value: jax.Array) -> jax.Array:
-    """Returns the value, or 0 if it is huge: distances from it would be NaN, or their squares infinite."""
-    return jnp.where(jnp.abs(value) < _HUGE, value, jnp.zeros_like(value))

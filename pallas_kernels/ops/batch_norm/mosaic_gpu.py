@@ -1,9 +1,10 @@
-"""Batch normalisation on Mosaic GPU: one launch for column sums, which XLA adds up, and one for the rows.
+"""Batch normalisation on Mosaic GPU: one launch for column sums, a small one to add them, one for the rows.
 
 Forward, the statistics need every row before the first result can be written, so x is read twice. Each block sums x and
-x**2 after subtracting the mean of a few of its own rows, so that little cancels however far the mean is from zero. XLA
-then joins the blocks' sums in a fixed order: first their means, to one rounded mean, then the deviations from it, which
-correct both moments. The second pass goes through the rows backwards, since those read last are still in the L2 cache.
+x**2 after subtracting the mean of a few of its own rows, so that little cancels however far the mean is from zero. A
+small kernel then joins the blocks' sums in a fixed order: first their means, to one rounded mean, then the deviations
+from it, which correct both moments. The second pass goes through the rows backwards, since those read last are still in
+the L2 cache.
 
 Backward, with v = (x - mean) / deviation, deviation = sqrt(variance + epsilon) and n rows,
 
@@ -22,50 +23,62 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.batch_norm.columns import (
-    BatchNormConfig,
-    apply_columns,
-    default_config,
-    moderate_or_zero,
-    sum_columns,
-)
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.ops.batch_norm.columns import BatchNormConfig, apply_columns, default_config, sum_columns
+from pallas_kernels.ops.batch_norm.merge import merge_groups
 
 
 def batch_norm_forward(
     x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float, config: BatchNormConfig | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (y, mean, variance). x: (rows, features), features >= 128. scale, bias: (features,)."""
-    config = config or default_config(x.shape[0], x.shape[1], x.dtype.itemsize)
-    partials, split = sum_columns("batch_norm_statistics", {"x": x}, {}, _moments, shifted="x", config=config)
-    mean, variance = _join(partials, split.count(jnp.arange(split.groups)), x)
-    slope = lax.rsqrt(variance + epsilon) * scale.astype(jnp.float32)
-    columns = {"mean": mean, "slope": slope, "bias": bias}
+    rows, dtype = x.shape[0], x.dtype
 
     def normalise(values):
         return (values["x"] - values["mean"]) * values["slope"] + values["bias"]
 
-    return apply_columns("batch_norm", {"x": x}, columns, normalise, config=config), mean, variance
+    def near_mean(sums, values):
+        """Rounds the mean to x's dtype, so that 16-bit values have exact differences from it."""
+        mean = values["first"] + sums[0] * (1.0 / rows)
+        return mean.astype(dtype).astype(jnp.float32)
 
+    def finish(sums, columns):
+        """Takes the sums of x - first, of the deviations from `near_mean`, and of their squares."""
+        near, left, squares = near_mean(sums, columns), sums[1] * (1.0 / rows), sums[2] * (1.0 / rows)
+        # A column with an infinity has an infinite mean and NaN deviations; huge values have an infinite variance.
+        mean = jnp.where(jnp.abs(near) < jnp.inf, near + left, near)
+        variance = jnp.maximum(jnp.where(squares < jnp.inf, squares - left * left, squares), 0.0)
+        slope = lax.rsqrt(variance + epsilon) * columns["scale"]
+        return {"mean": mean, "variance": variance, "slope": slope, "bias": columns["bias"]}
 
-@usual_promotion
-def _join(partials: jax.Array, counts: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance from each group's shift and its sums of distances from it and of their squares."""
-    sums, squares, shift = (partials[:, i] for i in range(3))
-    rows, counts, first = x.shape[0], counts[:, None].astype(jnp.float32), moderate_or_zero(shift[0])
-    near = first + jnp.sum(sums + counts * (shift - first), axis=0) * (1.0 / rows)
-    # Distances of 16-bit values from a mean of 16 bits are exact.
-    finite = jnp.finfo(x.dtype)
-    near = lax.reduce_precision(near, finite.bits - 1 - finite.nmant, finite.nmant)
-    away = shift - near
-    total = sums + counts * away
-    # Squares of huge values are infinite, and so may their correction be, with the other sign.
-    is_huge = (squares == jnp.inf) & (jnp.abs(away) < jnp.inf)
-    squares = jnp.where(is_huge, squares, squares + away * (sums + total))
-    left, squares = jnp.sum(total, axis=0) * (1.0 / rows), jnp.sum(squares, axis=0) * (1.0 / rows)
-    # A column with an infinity has an infinite mean and NaN deviations; huge values have an infinite variance.
-    mean = jnp.where(jnp.abs(near) < jnp.inf, near + left, near)
-    return mean, jnp.maximum(jnp.where(squares < jnp.inf, squares - left * left, squares), 0.0)
+    config = config or default_config(rows, x.shape[1], x.dtype.itemsize)
+    partials, split = sum_columns("batch_norm_statistics", {"x": x}, {}, _moments, shifted="x", config=config)
+
+    def group_total(values, sums):
+        return (values["sums"] + values["count"] * (values["shift"] - values["first"]),)
+
+    def group_deviations(values, sums):
+        """Returns a group's sums of deviations from `near_mean` and of their squares, from those from its shift."""
+        away = values["shift"] - near_mean(sums, values)
+        total = values["sums"] + values["count"] * away
+        squares = values["squares"]
+        # Squares of huge values are infinite, and so may their correction be, with the other sign.
+        is_huge = (squares == jnp.inf) & (jnp.abs(away) < jnp.inf)
+        return total, jnp.where(is_huge, squares, squares + away * (values["sums"] + total))
+
+    found = merge_groups(
+        "batch_norm_merge",
+        partials,
+        ("sums", "squares", "shift"),
+        {"scale": scale, "bias": bias},
+        passes=(group_total, group_deviations),
+        finish=finish,
+        out_types=dict.fromkeys(("mean", "variance", "slope", "bias"), jnp.float32),
+        count_of=split.count,
+        first_of="shift",
+    )
+    columns = {name: found[name] for name in ("mean", "slope", "bias")}
+    y = apply_columns("batch_norm", {"x": x}, columns, normalise, config=config)
+    return y, found["mean"], found["variance"]
 
 
 def batch_norm_backward(
@@ -81,22 +94,43 @@ def batch_norm_backward(
     config: BatchNormConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (dx, dscale, dbias in float32). x, dy: (rows, features); the others (features,)."""
-    rows, arrays = x.shape[0], {"x": x, "dy": dy}
-    config = config or default_config(x.shape[0], x.shape[1], x.dtype.itemsize, arrays=2)
-    partials, _ = sum_columns("batch_norm_gradient_sums", arrays, {"mean": mean}, _products, config=config)
-    dbias, products = jnp.sum(partials, axis=0)
-    inverse = lax.rsqrt(variance + epsilon)
-    dscale, slope = products * inverse, inverse * scale.astype(jnp.float32)
-    across, offset = -slope * dscale * inverse, -slope * dbias
-    across = across if dvariance is None else across + 2.0 * dvariance
-    offset = offset if dmean is None else offset + dmean
-    columns = {"mean": mean, "slope": slope, "across": across * (1.0 / rows), "offset": offset * (1.0 / rows)}
+    rows = x.shape[0]
+    arrays = {"x": x, "dy": dy}
+
+    def finish(state, columns):
+        dbias, products = state
+        inverse = lax.rsqrt(columns["variance"] + epsilon)
+        dscale = products * inverse
+        slope = inverse * columns["scale"]
+        across, offset = -slope * dscale * inverse, -slope * dbias
+        if "dvariance" in columns:
+            across += 2.0 * columns["dvariance"]
+        if "dmean" in columns:
+            offset += columns["dmean"]
+        across, offset = across * (1.0 / rows), offset * (1.0 / rows)
+        return {"dscale": dscale, "dbias": dbias, "slope": slope, "across": across, "offset": offset}
 
     def differentiate(values):
         return values["slope"] * values["dy"] + values["across"] * (values["x"] - values["mean"]) + values["offset"]
 
+    columns = {"scale": scale, "variance": variance, "dmean": dmean, "dvariance": dvariance}
+    columns = {name: value for name, value in columns.items() if value is not None}
+    out_types = {"dscale": scale.dtype, "dbias": jnp.float32}
+    config = config or default_config(rows, x.shape[1], x.dtype.itemsize, arrays=2)
+    partials, _ = sum_columns("batch_norm_gradient_sums", arrays, {"mean": mean}, _products, config=config)
+    found = merge_groups(
+        "batch_norm_gradient_merge",
+        partials,
+        ("dy", "products"),
+        columns,
+        passes=(lambda values, _: (values["dy"], values["products"]),),
+        finish=finish,
+        out_types={**out_types, **dict.fromkeys(("slope", "across", "offset"), jnp.float32)},
+    )
+    columns = {"mean": mean, **{name: found[name] for name in ("slope", "across", "offset")}}
+
     dx = apply_columns("batch_norm_gradient", arrays, columns, differentiate, config=config)
-    return dx, dscale.astype(scale.dtype), dbias
+    return dx, found["dscale"], found["dbias"]
 
 
 def _moments(values):
