@@ -12,7 +12,7 @@ from draws import normal
 
 from pallas_kernels import layer_norm
 from pallas_kernels.ops.norms.backward import norm_backward
-from pallas_kernels.ops.norms.config import BackwardConfig, default_backward, reads_ahead
+from pallas_kernels.ops.norms.config import BackwardConfig, ForwardConfig, default_backward, default_forward
 from pallas_kernels.ops.norms.forward import norm_forward
 from pallas_kernels.ops.norms.norm import StaticNorm
 from pallas_kernels.ops.norms.reference import layer_norm_reference
@@ -86,12 +86,15 @@ def test_x_is_returned_for_the_residual_stream(seed):
 
 
 @pytest.mark.parametrize(
-    ("rows", "features", "itemsize", "is_ahead"),
-    [(66, 4096, 2, True), (67, 4096, 2, False), (21, 13056, 2, False), (21, 4095, 2, False)],
-)
-def test_few_rows_read_scale_and_bias_ahead(rows, features, itemsize, is_ahead):
-    """With rows for at most half the multiprocessors, and wide accesses, if registers hold them."""
-    assert reads_ahead((rows, features), itemsize, gain_bytes=2 * itemsize, cores=132) == is_ahead
+    ("rows", "features", "itemsize", "config"),
+    [(66, 4096, 2, ForwardConfig(reads_ahead=True)), (67, 4096, 2, ForwardConfig(piece=2)),
+     (896, 3040, 4, ForwardConfig(piece=2)), (1200, 4096, 4, ForwardConfig()), (21, 13056, 2, ForwardConfig()),
+     (21, 4095, 2, ForwardConfig(piece=2))],
+)  # fmt: skip
+def test_forward_configurations(rows, features, itemsize, config):
+    """With rows for at most half the multiprocessors, and wide accesses, scale and bias are read ahead if they fit."""
+    got = default_forward(rows, features, itemsize, gain_bytes=2 * itemsize, centered=True, cores=132)
+    assert got == config
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -102,13 +105,17 @@ def test_all_forward_configurations_agree(seed, has_residual):
     residual = residual if has_residual else None
     total = x if residual is None else x + residual
     expected = layer_norm_reference(total, scale, bias)
-    for ahead in (False, True):
-        y, got_total, _ = norm_forward(NORM, x, scale=scale, bias=bias, residual=residual, ahead=ahead)
+    for config in (
+        ForwardConfig(),
+        ForwardConfig(piece=1),
+        ForwardConfig(reads_ahead=True),
+    ):
+        y, got_total, _ = norm_forward(NORM, x, scale=scale, bias=bias, residual=residual, config=config)
         # One step of bfloat16: sums in another order may round a value the other way.
-        np.testing.assert_allclose(*as_float32(y, expected), rtol=2**-7, atol=1e-3, err_msg=f"{ahead} {seed}")
+        np.testing.assert_allclose(*as_float32(y, expected), rtol=2**-7, atol=1e-3, err_msg=f"{config} {seed}")
         assert (got_total is None) == (residual is None)
         if got_total is not None:
-            np.testing.assert_array_equal(*as_float32(got_total, total), err_msg=f"{ahead} {seed}")
+            np.testing.assert_array_equal(*as_float32(got_total, total), err_msg=f"{config} {seed}")
 
 
 @pytest.mark.usefixtures("interpreter")

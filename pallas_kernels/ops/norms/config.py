@@ -22,6 +22,18 @@ COLUMNS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """How the forward kernel splits its work: one block of one warpgroup per row.
+
+    piece: accesses of a thread for which scale and bias are in registers at the same time; 0: all of the row's.
+    reads_ahead: whether the whole scale and bias are read before the row is summed, which hides their latency.
+    """
+
+    piece: int = 0
+    reads_ahead: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
     """How the backward kernel splits its work: persistent blocks, each of which takes every n-th row.
 
@@ -96,13 +108,20 @@ def _is_shared(features: int, itemsize: int, warpgroups: int) -> bool:
     return is_long and segments is not None and segments[0].vector * itemsize >= 4
 
 
-def reads_ahead(shape: tuple[int, ...], itemsize: int, *, gain_bytes: int, cores: int) -> bool:
-    """Whether the forward kernel of (rows, features) reads scale and bias before it sums a row, which hides latency.
+def default_forward(
+    rows: int, features: int, itemsize: int, *, gain_bytes: int, centered: bool, cores: int
+) -> ForwardConfig:
+    """Chooses how the forward kernel reads a row.
 
     gain_bytes: bytes of one value of scale and bias together. cores: the multiprocessors of the device.
     """
-    rows, features = shape
     # In narrower accesses each value of 16 bits takes a register, and long rows would spill.
     is_wide = features * itemsize % ACCESS_BYTES == 0
     # On an H200, µs: 64 x 15544 2.96 to 2.50, 21 x 13056 2.90 to 2.34; but 120 x 10240 2.30 to 2.82.
-    return rows <= cores // 2 and is_wide and features * (4 + itemsize + gain_bytes) <= MOST_READ_AHEAD
+    if rows <= cores // 2 and is_wide and features * (4 + itemsize + gain_bytes) <= MOST_READ_AHEAD:
+        return ForwardConfig(reads_ahead=True)
+    if centered and 2048 < features <= (8192 if itemsize == 2 else 3072):
+        # LayerNorm at 8192 x 8192 bf16: 167 registers and 71.4 µs, in pieces 127 and 66.5 µs.
+        # 896 x 3040 float32: 8.6 and 6.9 µs, as all rows run at once; but 1200 x 4096 10.6 and 12.5.
+        return ForwardConfig(piece=2 if features <= 4096 else 4)
+    return ForwardConfig()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.norms.config import reads_ahead
+from pallas_kernels.ops.norms.config import ForwardConfig, default_forward
 from pallas_kernels.ops.norms.norm import StaticNorm, center
 from pallas_kernels.primitives.elementwise import COMPILER_PARAMS
 from pallas_kernels.primitives.platform import target_device
@@ -28,9 +28,6 @@ from pallas_kernels.primitives.rows import (
 )
 from pallas_kernels.primitives.sharing import without_values
 
-_PIECE = 2
-"""The accesses of a thread for which scale and bias are in registers at once, unless they are read ahead."""
-
 
 def norm_forward(
     norm: StaticNorm,
@@ -41,7 +38,7 @@ def norm_forward(
     residual: jax.Array | None = None,
     words: jax.Array | None = None,
     with_statistics: bool = False,
-    ahead: bool | None = None,
+    config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Returns (y, total, statistics).
 
@@ -49,17 +46,22 @@ def norm_forward(
     the backward pass, None unless `with_statistics`.
 
     x and residual: (rows, features) of one floating dtype, 128 to `LONGEST_ROW` features. scale, bias: (features,), or
-    None. words: (2,) uint32, the key of the dropout of x; None for none. With words there must be a residual. ahead:
-    whether scale and bias are read before the row is summed; None for the default.
+    None. words: (2,) uint32, the key of the dropout of x; None for none. With words there must be a residual.
     """
-    if ahead is None:
-        gain_bytes = sum(array.dtype.itemsize for array in (scale, bias) if array is not None)
-        ahead = reads_ahead(x.shape, x.dtype.itemsize, gain_bytes=gain_bytes, cores=target_device().core_count)
+    if config is None:
+        config = default_forward(
+            x.shape[0],
+            x.shape[1],
+            x.dtype.itemsize,
+            gain_bytes=sum(array.dtype.itemsize for array in (scale, bias) if array is not None),
+            centered=norm.centered,
+            cores=target_device().core_count,
+        )
     outputs = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
     outputs |= {} if residual is None else {"total": outputs["y"]}
     outputs |= {"statistics": norm.statistics(x.shape[0], x.dtype)} if with_statistics else {}
     results = row_kernel(
-        _whole_row(norm, without_values(x), ahead),
+        _whole_row(norm, without_values(x), config),
         {"x": x, "scale": scale, "bias": bias, "residual": residual, "words": words},
         outputs,
         name=norm.kernel_name(has_residual=residual is not None, has_dropout=words is not None),
@@ -102,13 +104,15 @@ def _store_output(norm, row, refs, segments, value, inverse, gain):
         store_row(refs["y"].at[row], (part,), (segment,))
 
 
-def _whole_row(norm, x, ahead):
+def _whole_row(norm, x, config):
     features = x.shape[1]
-    segments = cut_row(held_segments(x.shape, x.dtype.itemsize)[1], _PIECE)
+    at_once, segments = held_segments(x.shape, x.dtype.itemsize)
+    if config.piece and not at_once:
+        segments = cut_row(segments, config.piece)
 
     def body(row, refs):
         words = mixed_words(refs["words"]) if "words" in refs else None
-        gain = _load_gain(refs, segments) if ahead else None
+        gain = _load_gain(refs, segments) if config.reads_ahead else None
         value = to_float32(_sum_of(norm, row, refs, words, segments, features))
         held, statistics = HeldRows(at=row, segments=segments), []
         for _ in range(norm.mean_passes(x.dtype)):
