@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,10 @@ from draws import normal
 
 from pallas_kernels import layer_norm
 from pallas_kernels.ops.norms.backward import norm_backward
-from pallas_kernels.ops.norms.config import BackwardConfig, ForwardConfig, default_backward, default_forward
+from pallas_kernels.ops.norms.config import BackwardConfig, BackwardShape, ForwardConfig, default_forward
 from pallas_kernels.ops.norms.forward import norm_forward
 from pallas_kernels.ops.norms.norm import StaticNorm
 from pallas_kernels.ops.norms.reference import layer_norm_reference
-from pallas_kernels.primitives.rows import THREADS
 
 NORM = StaticNorm(name="layer_norm", epsilon=1e-6)
 
@@ -160,18 +160,24 @@ def test_rows_of_16_bits_far_from_their_mean(seed, keeps_row):
 
 
 @pytest.mark.parametrize("sums", [0, 1, 2])
-@pytest.mark.parametrize("features", [128, 1000, 1024, 1152, 2304, 4096, 4608, 5120, 8192, 9216, 16384, 65536])
-def test_default_rings_fit_in_shared_memory_and_rows_in_registers(features, sums):
-    for itemsize, streams, has_dropout in itertools.product((2, 4), (2, 3), (False, True)):
-        sizes = {"streams": streams, "gain_bytes": 4, "sums": sums, "has_dropout": has_dropout}
-        config = default_backward((3, features), itemsize, **sizes)
-        if config is not None:
-            block_bytes = config.steps * streams * features * itemsize + features * 4 + 1024
-            assert config.steps >= 2
-            assert config.blocks_per_core * block_bytes <= 228 * 1024
-            assert config.blocks_per_core * config.warpgroups <= 4
-            columns = features // (config.warpgroups * THREADS)
-            assert columns * (2 * config.keeps_row + max(1, sums)) <= 64
+@pytest.mark.parametrize("features", [128, 1000, 1024, 1152, 4096, 8192, 16384, 65536])
+def test_defaults_fit_in_shared_memory(features, sums):
+    for itemsize in (2, 4):
+        for streams in (2, 3):
+            for centered, has_dropout in itertools.product((False, True), repeat=2):
+                config = BackwardShape(
+                    rows=3,
+                    features=features,
+                    itemsize=itemsize,
+                    streams=streams,
+                    gain_bytes=4,
+                    sums=sums,
+                    has_dropout=has_dropout,
+                    centered=centered,
+                ).default()
+                if config is not None:
+                    block_bytes = config.steps * streams * features * itemsize + features * 4 + 1024
+                    assert config.blocks_per_core * block_bytes <= 228 * 1024
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -204,11 +210,18 @@ def test_arguments_that_do_not_belong_together(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("features", "taken"),
-    [(1024, (1, 4, 3)), (2048, (1, 4, 2)), (4096, (2, 2, 2)), (6144, (4, 1, 2)), (8192, (4, 1, 2))],
-)
-def test_few_rows_are_in_flight_without_a_residual(features, taken):
+    ("features", "centered", "taken"),
+    [(1024, False, (1, 3, 4)), (2048, True, (2, 2, 3)), (4096, False, (4, 2, 2)), (4096, True, (2, 2, 2)),
+     (6144, False, (2, 2, 2))],
+)  # fmt: skip
+def test_few_rows_are_in_flight_without_a_residual(features, centered, taken):
     """(warpgroups, blocks, stages), as measured: TUNING.md."""
-    config = default_backward((8192, features), 2, streams=2, gain_bytes=2, sums=1)
+    shape = BackwardShape(
+        rows=8192, features=features, itemsize=2, streams=2, gain_bytes=2, sums=1 + centered, centered=centered
+    )
+    config = shape.default()
     assert config is not None
     assert (config.warpgroups, config.blocks_per_core, config.steps) == taken
+    with_residual = replace(shape, streams=3).default()
+    assert with_residual is not None
+    assert with_residual.steps >= config.steps

@@ -10,7 +10,7 @@ from draws import normal
 
 from pallas_kernels import layer_norm, rms_norm
 from pallas_kernels.ops.norms.backward import norm_backward
-from pallas_kernels.ops.norms.config import BackwardConfig, default_backward
+from pallas_kernels.ops.norms.config import BackwardConfig, BackwardShape
 from pallas_kernels.ops.norms.forward import norm_forward
 from pallas_kernels.ops.norms.norm import StaticNorm
 from pallas_kernels.ops.norms.reference import rms_norm_reference
@@ -89,7 +89,7 @@ def test_gradients_of_rows_without_a_kernel(seed, dtype):
     """Rows that TMA cannot align are differentiated by XLA, with the sum's cotangent in float32."""
     x, dy, dtotal = (rows(seed + i, 3, 1027, dtype) for i in range(3))
     scale = 1 + 0.1 * rows(seed + 3, 1, 1027)[0]
-    assert default_backward((3, 1027), x.dtype.itemsize, streams=3, gain_bytes=4, sums=1) is None
+    assert BackwardShape(rows=3, features=1027, itemsize=x.dtype.itemsize, streams=3, gain_bytes=4).default() is None
     got = norm_backward(NORM, x, statistics_of(x), dy, scale=scale, dtotal=dtotal)
     assert got.dscale is not None
     wide = [a.astype("float32") for a in (x, dy, dtotal)]
@@ -131,6 +131,18 @@ def test_segments_cover_a_row_once(features, itemsize):
 def test_short_rows_are_refused():
     with pytest.raises(ValueError, match="at least 128 values of a row, got 127"):
         split_row(127, 2)
+
+
+@pytest.mark.parametrize("features", [128, 1024, 4096, 8192])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_pipelines_fit_in_shared_memory(features, itemsize):
+    for streams in (2, 3):
+        for blocks in (1, 2, 3, 6):
+            shape = BackwardShape(rows=3, features=features, itemsize=itemsize, streams=streams, gain_bytes=4)
+            config = shape.ring(warpgroups=1, blocks_per_core=blocks)
+            if config is not None:
+                block_bytes = config.steps * streams * features * itemsize + features * 4 + 1024
+                assert config.blocks_per_core * block_bytes <= 228 * 1024
 
 
 @pytest.mark.usefixtures("interpreter")

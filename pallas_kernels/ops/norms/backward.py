@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.norms.config import BackwardConfig, default_backward
+from pallas_kernels.ops.norms.config import BackwardConfig, BackwardShape
 from pallas_kernels.ops.norms.norm import StaticNorm, center
 from pallas_kernels.ops.norms.reference import dropped
 from pallas_kernels.ops.norms.row_sources import STREAMS, Rows, ring_rows, ring_scratch, short_rows, short_scratch
@@ -67,14 +67,16 @@ def norm_backward(
     the bias only the dtype counts. words: the dropout's key.
     """
     if config is None:
-        config = default_backward(
-            total.shape,
-            total.dtype.itemsize,
+        config = BackwardShape(
+            rows=total.shape[0],
+            features=total.shape[1],
+            itemsize=total.dtype.itemsize,
             streams=2 if dtotal is None else 3,
             gain_bytes=0 if scale is None else scale.dtype.itemsize,
             sums=(scale is not None) + (bias is not None),
             has_dropout=words is not None,
-        )
+            centered=norm.centered,
+        ).default()
     if config is None:
         return xla_gradients(norm, total, statistics, dy, scale=scale, bias=bias, dtotal=dtotal, words=words)
     dtypes = {name: array.dtype for name, array in (("scale", scale), ("bias", bias)) if array is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,14 +12,14 @@ SHARED_MEMORY_BYTES = 228 * 1024
 """Shared memory of a streaming multiprocessor of Hopper."""
 BLOCK_RESERVED_BYTES = 1024
 """Shared memory that the driver reserves for each block."""
+IN_FLIGHT_BYTES = 36 * 1024
+"""Bytes of x and dy to have in flight to a multiprocessor while each of its blocks reads a row."""
 LONGEST_ROW = 16384
 """The longest row that the forward pass holds in registers as float32: 206 a thread in bf16."""
+LONGEST_WHOLE_ROW = 8192
+"""The longest row whose backward pass fits in the registers of one warpgroup."""
 MOST_READ_AHEAD = 122 * 1024
 """The most bytes of a row in float32, of its values as stored, and of scale and bias that registers hold together."""
-IN_FLIGHT_BYTES = 36 * 1024
-"""Bytes of rows to have in flight to a multiprocessor while each of its blocks differentiates one: see TUNING.md."""
-COLUMNS = 16
-"""A thread's columns of a row, in the backward pass, with which four warpgroups fit on a multiprocessor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,51 +62,102 @@ class BackwardConfig:
         return (self.warpgroups, WARPS, features // (self.warpgroups * WARPS))
 
 
-def default_backward(
-    shape: tuple[int, ...], itemsize: int, *, streams: int, gain_bytes: int, sums: int, has_dropout: bool = False
-) -> BackwardConfig | None:
-    """Returns the untuned configuration for (rows, features), or None if XLA is to differentiate them.
+@dataclass(frozen=True, kw_only=True)
+class BackwardShape:
+    """The properties of a call that decide its backward configuration.
 
-    As many warpgroups share a row as give each thread `COLUMNS`, and as many blocks share a multiprocessor as make four
-    warpgroups.
-
-    streams: arrays read row by row (x, dy, and the sum's cotangent if there is one). gain_bytes: bytes of one value of
-    the scale; 0 without a scale. sums: gradients summed over columns (scale, bias). has_dropout: whether the kernel
-    also writes the gradient of the dropout's input.
+    streams: arrays read row by row (x, dy, and the sum's cotangent if there is one).
+    gain_bytes: bytes of one value of the scale; 0 without a scale.
+    sums: gradients summed over columns (scale, bias).
+    has_dropout: whether the kernel also writes the gradient of the dropout's input.
+    centered: whether the mean is subtracted from rows.
     """
-    features = shape[1]
-    if short_rows_at_once(shape, itemsize):
-        return BackwardConfig(loads="registers", blocks_per_core=5 if features <= 256 else 4)
-    warpgroups = next(n for n in (4, 2, 1) if n == 1 or _is_shared(features, itemsize, n))
-    columns = features // (warpgroups * THREADS)
-    # A thread has 128 registers in four warpgroups, else 255, and holds a row, its sums or its mask.
-    most = 2 * COLUMNS if warpgroups > 1 else 4 * COLUMNS // max(1, sums)
-    if warpgroups == 4 and (sums > 1 or has_dropout):
-        most = COLUMNS
-    if columns > most or features * itemsize % ACCESS_BYTES:
-        return None
-    most_blocks = max(1 if warpgroups > 1 else 2, min(4 // warpgroups, 4 * COLUMNS * THREADS // features))
-    keeps_row = warpgroups == 4 and columns <= COLUMNS and not has_dropout
-    row = streams * features * itemsize
-    for blocks in range(most_blocks, 0, -1):
-        # A kept row leaves its stage at once: on an H100, 16384 x 5120 takes 175 µs with 2 stages and 185 with 3. One
-        # that is read again leaves it after the next one has come: a single block of two warpgroups took 439 and 361.
-        waiting = 1 if keeps_row else max(1, min(3, round(IN_FLIGHT_BYTES / (blocks * row)))) + (blocks == 1)
+
+    rows: int
+    features: int
+    itemsize: int
+    streams: int
+    gain_bytes: int
+    sums: int = 1
+    has_dropout: bool = False
+    centered: bool = False
+
+    def ring(
+        self, *, warpgroups: int, blocks_per_core: int, keeps_row: bool = False, most_steps: int = 4
+    ) -> BackwardConfig | None:
+        """Returns a configuration with a ring of as many rows as fit, up to `most_steps`.
+
+        Returns None if fewer than 2 rows fit, if the row would spill, or if it does not divide over several warpgroups
+        or into TMA's accesses.
+        """
+        columns = self.features // (warpgroups * THREADS)  # per thread
+        if warpgroups == 1:
+            is_divisible = self.features * self.itemsize % ACCESS_BYTES == 0
+            fits = self.features * max(1, self.sums) <= LONGEST_WHOLE_ROW
+        else:
+            is_divisible = split_warp_row(self.features, self.itemsize, warpgroups=warpgroups) is not None
+            # Four warpgroups have 128 registers per thread: enough for 16 columns with two kinds of sums, or a mask.
+            fits = columns <= (16 if warpgroups == 4 and (self.sums > 1 or self.has_dropout) else 32)
+        if not (is_divisible and fits) or (keeps_row and columns > 16) or warpgroups * blocks_per_core > 12:
+            return None
         # Barriers take a page; sums over a single warpgroup take 2 KiB of scratch.
-        others = features * gain_bytes + (4096 if warpgroups == 1 else 3072)
-        fitting = (SHARED_MEMORY_BYTES // blocks - BLOCK_RESERVED_BYTES - others) // row
-        if fitting >= 2:
-            return BackwardConfig(
-                warpgroups=warpgroups, blocks_per_core=blocks, steps=min(1 + waiting, fitting), keeps_row=keeps_row
-            )
-    return None
+        others = self.features * self.gain_bytes + (4096 if warpgroups == 1 else 3072)
+        budget = SHARED_MEMORY_BYTES // blocks_per_core - BLOCK_RESERVED_BYTES - others
+        steps = min(most_steps, budget // (self.streams * self.features * self.itemsize))
+        if steps < 2:
+            return None
+        return BackwardConfig(warpgroups=warpgroups, blocks_per_core=blocks_per_core, steps=steps, keeps_row=keeps_row)
 
+    def default(self) -> BackwardConfig | None:
+        """Returns the untuned configuration, or None if XLA is faster.
 
-def _is_shared(features: int, itemsize: int, warpgroups: int) -> bool:
-    """Whether several warpgroups share rows: long ones, of which each thread reads at least two values at once."""
-    segments = split_warp_row(features, itemsize, warpgroups=warpgroups)
-    is_long = features > COLUMNS * THREADS * warpgroups // 2
-    return is_long and segments is not None and segments[0].vector * itemsize >= 4
+        A kernel that reads long rows in chunks took 19.2 µs at 64 x 15712, XLA 11.4; with a residual it took 65.5 µs at
+        521 x 11168, XLA 39.9.
+        """
+        if short_rows_at_once((self.rows, self.features), self.itemsize):
+            return BackwardConfig(loads="registers", blocks_per_core=5 if self.features <= 256 else 4)
+        blocks = (3, 2, 1) if self.features <= 4096 else (2, 1)  # more columns take 216 or more registers
+        # Rows too long for one warpgroup, which several load with less than 16 bytes per thread.
+        narrow = (self.ring(warpgroups=w, blocks_per_core=1) for w in (2, 4))
+        whole = (self.ring(warpgroups=1, blocks_per_core=b) for b in blocks)
+        configs = (*self._even_choices(), *whole, *narrow)
+        return next((config for config in configs if config is not None), None)
+
+    def _even_choices(self) -> list[BackwardConfig | None]:
+        """Returns configurations in which each thread has 16 bytes of a row or more, best first."""
+        if self.itemsize == 2 and self.features == 8192 and not self.has_dropout:
+            # 64 KiB in flight are enough: LayerNorm at 8192 rows 102 µs, 4 steps 113 µs; RMSNorm with a residual 130 µs
+            # kept with 2 steps, 134 µs with 4, read again 136 µs.
+            return [self.ring(warpgroups=4, blocks_per_core=1, keeps_row=True, most_steps=2)]
+        # Dropout writes one more array, which leaves 2 rows in flight: RMSNorm at 8192 x 8192 bf16 takes 174 µs, with 4
+        # rows 187 µs; at 32768 x 4096 330 µs with 2 blocks of 2 warpgroups, 349 µs with more rows in flight.
+        is_two_steps = self.itemsize == 2 and self.has_dropout and self.features in (4096, 8192)
+        # Fewer warpgroups if four would not have 16 bytes of a row per thread. LayerNorm joins four sums of each line,
+        # which is slower with 16 warps than with 8: 290 and 257 µs at 32768 x 4096 bf16.
+        per_warpgroup = THREADS * ACCESS_BYTES // self.itemsize
+        most = 2 if self.features <= 4096 and (self.centered or is_two_steps) else 4
+        warpgroups = next((w for w in (4, 2, 1) if w <= most and self.features % (w * per_warpgroup) == 0), 0)
+        # With two streams, a second block per multiprocessor fills idle time.
+        four = (2, 1) if self.streams == 2 and not (self.centered or self.has_dropout) else (1,)
+        two = (1,) if self.centered and self.streams == 3 and self.features > 2048 and not is_two_steps else (2, 1)
+        blocks = {4: four, 2: two, 1: (6, 4, 3, 2, 1) if self.features <= 4096 else (), 0: ()}[warpgroups]
+        if self.streams == 2 and self.itemsize == 2 and not self.has_dropout:
+            return self._by_bytes_in_flight(warpgroups, blocks)
+        steps = 2 if is_two_steps else 4
+        return [self.ring(warpgroups=warpgroups, blocks_per_core=b, most_steps=steps) for b in blocks]
+
+    def _by_bytes_in_flight(self, warpgroups: int, blocks: Sequence[int]) -> list[BackwardConfig | None]:
+        """Returns a configuration for each number of blocks, the closest to `IN_FLIGHT_BYTES` first.
+
+        A block reads one row while the others of its ring are in flight. More than 48 KB slow the memory down: on an
+        H100, bf16 without a residual, RMSNorm takes 308 µs at 32768 x 4096 with 96 KB and 292 with 32, 295 at 65536 x
+        2048 with 48 and 280 with 32, 154 at 65536 x 1024 with 72 and 140 with 36. LayerNorm takes 311 and 296, 285 and
+        288, 163 and 140. Less than 24 KB are too few: 16384 x 5120 takes 217 µs with 20 and 174 with 40.
+        """
+        row = self.streams * self.features * self.itemsize
+        waiting = {b: max(1, min(3, round(IN_FLIGHT_BYTES / (b * row)))) for b in blocks}
+        best_first = sorted(blocks, key=lambda b: abs(waiting[b] * b * row - IN_FLIGHT_BYTES))
+        return [self.ring(warpgroups=warpgroups, blocks_per_core=b, most_steps=1 + waiting[b]) for b in best_first]
 
 
 def default_forward(
