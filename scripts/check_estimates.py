@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
@@ -229,15 +229,18 @@ def fit(made: Iterable[Analysis]) -> dict[str, float]:
     return {name: median(values) for name, values in ratios.items()}
 
 
-def fit_models(files: Sequence[Path]) -> Iterator[tuple[str, list[float]]]:
+def fit_models(
+    files: Sequence[Path], run: Callable[..., Iterable[list[tuple[float, float]]]] = map
+) -> Iterator[tuple[str, list[float]]]:
     """Yields the constants of `Efficiency` that come from public models: the values of the launches that tell them.
+
+    run: as `map`.
 
     Without a constant, the launches that it decides are estimated at less than two thirds. Each tells the value with
     which its estimate would be right.
     """
     constants = [EFFICIENCY, *(replace(EFFICIENCY, **{name: off}) for name, off in OFF.items())]
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:  # each analysis takes seconds
-        known, *others = [[*pool.map(estimated_and_measured, files, repeat(each))] for each in constants]
+    known, *others = [[*run(estimated_and_measured, files, repeat(each))] for each in constants]
     for name, made in zip(OFF, others, strict=True):
         values: list[float] = []
         least = 0.0 if name == "repeated_us" else EFFICIENCY.kernel_us
@@ -264,9 +267,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.models and options.fit:
         files = [file for file in recordings() if file.stem.partition("-")[0] in FIT_MODELS]
-        for name, values in fit_models(files):
-            told = f"median {median(values):7.3f}, {min(values):.3f} to {max(values):.3f}" if values else ""
-            print(f"{name:24} {len(values):3} launches {told}", flush=True)
+        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:  # each analysis takes seconds
+            for name, values in fit_models(files, pool.map):
+                told = f"median {median(values):7.3f}, {min(values):.3f} to {max(values):.3f}" if values else ""
+                print(f"{name:24} {len(values):3} launches {told}", flush=True)
         return 0
     if options.models:
         print_models()

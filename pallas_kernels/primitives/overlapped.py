@@ -129,7 +129,7 @@ class Gather:
             if set(cut.own(own)) & set(self.axes):
                 if any(pe.dce_jaxpr(traced.jaxpr, [i == place for place in range(len(kept))])[1]):
                     raise NotImplementedError("a gradient needs products")
-                kept[i] = jnp.full(_shape(cut, own), kept[i].reshape(-1)[0])  # of a wrong name, and so NaN
+                kept[i] = jnp.full(_shape(cut, own), kept[i].reshape(-1)[0])  # a constant
         return kept
 
 
