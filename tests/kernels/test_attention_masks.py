@@ -169,11 +169,12 @@ def test_masks_of_members_and_devices(seed):
         mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
         spread = jax.shard_map(gradients, mesh=mesh, in_specs=(over,) * 5, out_specs=over)(*flat)
         found["shard_map"] = [gradient[:, None] for gradient in spread]
-    want = jax.vmap(partial(gradients, implementation="xla"))(*operands)
+    wide = [jnp.float32(operand) for operand in operands[:3]]
+    want = jax.vmap(partial(gradients, implementation="xla"))(*wide, mask, kept)
     for name, own in found.items():
         for one, other in zip(own, want, strict=True):
             one, other = np.float32(one), np.float32(other)
-            np.testing.assert_allclose(one, other, atol=0.03, rtol=0.03, err_msg=f"{name}, seed={seed}")
+            assert np.linalg.norm(one - other) < 0.01 * np.linalg.norm(other), f"{name}, seed={seed}"
 
 
 @pytest.mark.parametrize("keys", [1, 31, 256, 300])

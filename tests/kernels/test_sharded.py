@@ -27,7 +27,6 @@ from pallas_kernels import (
     Norm,
     Rope,
     attention,
-    cross_entropy,
     gated_linear,
     linear,
     qkv_projection,
@@ -300,17 +299,6 @@ def test_equal_calls_are_lowered_once_a_program(cpus, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_mean_over_cut_rows_does_not_multiply_gradients_again(gpus):
-    mesh = Mesh(np.array(gpus), ("d",))
-    logits = jax.ShapeDtypeStruct((4096, 32000), jnp.bfloat16, sharding=NamedSharding(mesh, P("d")))
-    labels = jax.ShapeDtypeStruct((4096,), jnp.int32, sharding=NamedSharding(mesh, P("d")))
-    with jax.sharding.use_abstract_mesh(ONE):
-        step = jax.jit(jax.grad(functools.partial(cross_entropy, reduction="mean")))
-        text = step.trace(logits, labels).lower(lowering_platforms=("cuda",)).compile().as_text() or ""
-    assert "mosaic_gpu" in text
-    assert "conditional" not in text  # of a factor that is not 1
-
-
 def test_scanned_layers_with_remat_and_vmap(cpus, seed):
     def body(x, scale):
         return jax.checkpoint(jax.vmap(rms_norm, (0, None)))(x, scale) + x, None
