@@ -44,7 +44,7 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiplies by the kernel."""
+    """Multiplies with this package's kernel."""
     return gemm([x], [w], config=choose_config(x.shape[0], w.shape[1], is_even=True))[0]
 
 
@@ -346,7 +346,7 @@ def exposed(call: Callable[[], Any], repeats: int) -> list[tuple[str, float, flo
 
 
 def main() -> None:
-    """Runs the kinds that are asked for."""
+    """Times the kinds that were asked for, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--kinds", default="gather,scatter,repeat,block,fsdp")

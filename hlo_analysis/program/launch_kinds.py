@@ -141,7 +141,7 @@ def _fusion_kind(module: Module, instruction: Instruction) -> LaunchKind:
 
 
 def is_untuned_product(instruction: Instruction, kind: LaunchKind) -> bool:
-    """Whether a launch is a product of one of XLA's own generators, which it takes where it could time no library."""
+    """Whether XLA generated the code of a product itself, as it does where it has no GPU to time libraries on."""
     return kind == "triton_gemm" or _is_native_product(instruction)
 
 

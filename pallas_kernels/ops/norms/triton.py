@@ -161,7 +161,7 @@ def triton_backward(
 
 
 def _constants(norm: StaticNorm, x: jax.Array) -> dict[str, int]:
-    """Returns what both kernels are compiled for."""
+    """Returns the static arguments that both kernels share."""
     rows, features = x.shape
     block, warps = row_block(features)
     passes = norm.mean_passes(x.dtype)

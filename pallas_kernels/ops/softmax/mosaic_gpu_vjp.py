@@ -50,7 +50,7 @@ _WARP_COLUMNS = 512
 """Columns of such a row that a warp has in registers at a time, if they divide its part of the row."""
 
 Term = Callable[[jax.Array, jax.Array], jax.Array]
-"""A function of elements of p and dy."""
+"""Computes something of each element from p and dy."""
 
 
 def softmax_backward(weights: jax.Array, dy: jax.Array, *, scale: float | None) -> jax.Array:
