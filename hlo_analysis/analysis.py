@@ -19,7 +19,7 @@ from hlo_analysis.hlo import Module, parse_module
 from hlo_analysis.hlo.attributes import aliased_parameters
 from hlo_analysis.hotspots import find_hotspots
 from hlo_analysis.measured.run import measured_run
-from hlo_analysis.missed import rank
+from hlo_analysis.missed import Program, rank
 from hlo_analysis.program.dataflow import Dataflow, leaves
 from hlo_analysis.program.intermediates import find_intermediates
 from hlo_analysis.program.launch_rows import Context, launch_row, row_of_thunk, with_readers_scopes
@@ -59,10 +59,7 @@ def analyze(capture: Capture, *, label: str | None = None, catalogue: Catalogue 
     except HloParseError as error:
         message = f"{error.message} (in the HLO text of {capture.path}; was the dump cut off?)"
         raise HloParseError(message, line=error.line, column=error.column) from error
-    if not failures:
-        return analysis
-    provenance = analysis.provenance
-    return replace(analysis, provenance=replace(provenance, notes=(*provenance.notes, *failures.values())))
+    return analysis.with_notes(*failures.values())
 
 
 def _final_module(capture: Capture) -> tuple[Module, tuple[str, ...]]:
@@ -115,17 +112,16 @@ def _assemble(
     )
     decisions = attempt(decide, (), capture, module, launch_of)
     kernels = kernels_for(catalogue, capture.manifest.compute_capability)
-    missed = attempt(
-        rank,
-        (),
-        launches,
-        intermediates,
-        decisions,
-        device,
+    program = Program(
+        launches=launches,
+        intermediates=intermediates,
+        decisions=decisions,
+        device=device,
         outputs=outputs,
         donated=_donated(module),
         catalogue=kernels,
     )
+    missed = attempt(rank, (), program)
     notes = (*provenance.notes, *notes, *table.notes, *notes_of(launches, device))
     return Analysis(
         label=label,

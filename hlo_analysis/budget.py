@@ -6,9 +6,11 @@ A lock stores the numbers of a known state, to be kept beside the program and co
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from hlo_analysis.errors import DumpError
 from hlo_analysis.explain import apart_because, edges_of
@@ -16,8 +18,6 @@ from hlo_analysis.records import Analysis, Intermediate, Launch
 
 LOCK_VERSION = 1
 _KEY = "xlafuse_lock"
-
-Pairs = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class Lock:
     hbm_bytes: int
     peak_bytes: int | None = None
     """None in locks that do not know it."""
-    versions: Pairs = ()
-    options: Pairs = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
     """XLA's compiler options."""
     function: str = ""
     arguments: tuple[str, ...] = ()
@@ -143,7 +143,7 @@ def responsible(
     if excess.quantity == "peak bytes":
         chosen.sort(key=lambda launch: -sum(value.bytes for value in launch.outputs))
     if excess.quantity == "HBM bytes":
-        chosen.sort(key=lambda launch: -(launch.bytes_read + launch.bytes_written) * launch.repeat)
+        chosen.sort(key=lambda launch: -launch.bytes_moved * launch.repeat)
     if excess.quantity in ("bytes to other GPUs", "all-gathers"):
         is_one = _gathers if excess.quantity == "all-gathers" else lambda launch: launch.link_bytes > 0
         chosen = sorted(filter(is_one, chosen), key=lambda launch: -launch.link_bytes * launch.repeat)
@@ -161,8 +161,8 @@ def lock_of(analysis: Analysis) -> Lock:
         launches=analysis.launch_count,
         hbm_bytes=analysis.traffic.bytes,
         peak_bytes=analysis.memory.peak_bytes or None,
-        versions=made.versions,
-        options=made.compiler_options,
+        versions=dict(made.versions),
+        options=dict(made.compiler_options),
         function=made.function,
         arguments=made.arguments,
     )
@@ -170,46 +170,29 @@ def lock_of(analysis: Analysis) -> Lock:
 
 def lock_to_json(lock: Lock) -> str:
     """Formats a lock as indented JSON."""
-    data = {_KEY: LOCK_VERSION, **asdict(lock), "versions": dict(lock.versions), "options": dict(lock.options)}
-    return json.dumps(data, indent=1) + "\n"
+    return json.dumps({_KEY: LOCK_VERSION, **asdict(lock)}, indent=1) + "\n"
 
 
-def is_lock(text: str) -> bool:
-    """Whether the text is a lock, of any version."""
+def read_lock(text: str) -> Lock | None:
+    """Reads a lock that `lock_to_json` wrote; None if the text is none.
+
+    Raises:
+        DumpError: the lock is of another version, or was edited.
+    """
     try:
         data = json.loads(text)
     except ValueError:
-        return False
-    return isinstance(data, dict) and _KEY in data
-
-
-def lock_from_json(text: str) -> Lock:
-    """Reads a lock that `lock_to_json` wrote.
-
-    Raises:
-        DumpError: the text is not a lock, or one of another version.
-    """
-    data = json.loads(text) if is_lock(text) else {}
-    if data.get(_KEY) != LOCK_VERSION:
+        return None
+    if not isinstance(data, dict) or _KEY not in data:
+        return None
+    if data[_KEY] != LOCK_VERSION:
         raise DumpError(f"expected a lock of version {LOCK_VERSION} ({_KEY!r}); write it again")
     try:
-        lock = Lock(
-            label=data["label"],
-            target=data["target"],
-            mode=data["mode"],
-            launches=data["launches"],
-            hbm_bytes=data["hbm_bytes"],
-            peak_bytes=data.get("peak_bytes"),
-            versions=tuple(data["versions"].items()),
-            options=tuple(data["options"].items()),
-            function=data.get("function", ""),
-            arguments=tuple(data.get("arguments", ())),
-        )
-    except (KeyError, AttributeError) as error:
-        raise DumpError(f"not a lock, or one that was edited: {error!r}; write it again") from error
-    if type(lock.launches) is not int or type(lock.hbm_bytes) is not int:
-        raise DumpError(f"not a lock: expected whole numbers, got {lock.launches!r} and {lock.hbm_bytes!r}")
-    return lock
+        return TypeAdapter(Lock).validate_json(text, strict=True)
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(map(str, found["loc"]))
+        raise DumpError(f"not a lock, or one that was edited: {where}: {found['msg']}; write it again") from error
 
 
 def differences_in_making(before: Lock, after: Lock) -> list[str]:
@@ -241,10 +224,9 @@ def _apart(before: Sequence[str], after: Sequence[str]) -> tuple[str, str]:
     return old, new
 
 
-def _differing(kind: str, before: Pairs, after: Pairs, absent: str) -> list[str]:
-    old, new = dict(before), dict(after)
+def _differing(kind: str, before: Mapping[str, str], after: Mapping[str, str], absent: str) -> list[str]:
     return [
-        f"{kind} {name}: {old.get(name, absent)} before, {new.get(name, absent)} now"
-        for name in dict.fromkeys((*old, *new))
-        if old.get(name) != new.get(name)
+        f"{kind} {name}: {before.get(name, absent)} before, {after.get(name, absent)} now"
+        for name in dict.fromkeys((*before, *after))
+        if before.get(name) != after.get(name)
     ]

@@ -72,15 +72,12 @@ def _callbacks(launches: Sequence[LaunchRow]) -> Iterator[str]:
     """Notes calls back to Python, which all following work waits for."""
     if calls := [launch for launch in launches if calls_python(launch)]:
         count = sum(launch.repeat for launch in calls)
+        times = "once" if count == 1 else f"{count} times"
         where = ", ".join(dict.fromkeys(launch.source or launch.name for launch in calls))
         yield (
-            f"The program calls back to Python on the host, {_times(count)} in a run ({where}), and waits for it. The "
+            f"The program calls back to Python on the host, {times} in a run ({where}), and waits for it. The "
             "roofline does not count the wait, and values passed to Python and back cannot be fused."
         )
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def _links(launches: Sequence[LaunchRow]) -> Iterator[str]:

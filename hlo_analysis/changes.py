@@ -121,7 +121,7 @@ def _facts(launch: Launch) -> tuple[object, ...]:
 
 
 def _bytes(launches: Sequence[Launch], indices: Iterable[int]) -> int:
-    return sum((launches[i].bytes_read + launches[i].bytes_written) * launches[i].repeat for i in indices)
+    return sum(launches[i].bytes_moved * launches[i].repeat for i in indices)
 
 
 def _scopes(before: Analysis, after: Analysis) -> tuple[ScopeDifference, ...]:

@@ -76,7 +76,7 @@ def _cell(strategy: str, own: tuple[Launch, ...], guests: tuple[Launch, ...]) ->
     return ScopeCell(
         strategy=strategy,
         launches=tuple(launch.index for launch in own),
-        bytes=sum((launch.bytes_read + launch.bytes_written) * launch.repeat for launch in own),
+        bytes=sum(launch.bytes_moved * launch.repeat for launch in own),
         roofline_us=sum(launch.roofline_us * launch.repeat for launch in own),
         fused_into=tuple(launch.index for launch in guests),
     )

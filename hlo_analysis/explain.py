@@ -44,7 +44,8 @@ def edges_of(analysis: Analysis) -> tuple[Edge, ...]:
     missed: dict[tuple[int, int], MissedFusion] = {}
     for item in reversed(analysis.missed):
         missed |= {(item.producer, consumer): item for consumer in item.consumers if consumer != item.producer}
-    pairs = dict.fromkeys((*decided, *missed, *_reads(analysis)))
+    reads = ((producer, launch.index) for launch in analysis.launches for producer in launch.producers)
+    pairs = dict.fromkeys((*decided, *missed, *reads))
     edges = [
         Edge(producer=pair[0], consumer=pair[1], decisions=_in_order(decided.get(pair, ())), missed=missed.get(pair))
         for pair in pairs
@@ -93,7 +94,8 @@ def find_edge(analysis: Analysis, producer: str, consumer: str) -> Edge:
     pairs = {(source.launch, user.launch) for source in sources for user in users}
     between = [edge for edge in edges if (edge.producer, edge.consumer) in pairs]
     shared = sorted({source.launch for source in sources} & {user.launch for user in users})
-    if len(shared) == 1 and (not between or _are_inside(sources, users)):
+    are_inside = all(end.instruction is not None for end in (*sources, *users))
+    if len(shared) == 1 and (not between or are_inside):
         return _inside(analysis, shared[0], sources, users)
     if len(between) == 1:
         return between[0]
@@ -178,7 +180,7 @@ def _ends(analysis: Analysis, name: str) -> tuple[_End, ...]:
         for launch in analysis.launches
         if any(
             part in text.lower()
-            for text in (launch.name, launch.op_name, launch.scope, launch.source or "", *_scopes(launch.scopes))
+            for text in (launch.name, launch.op_name, launch.scope, launch.source or "", *dict(launch.scopes))
         )
         or part in dict(launch.opcodes)
     ] or sorted({launch for instruction, launch in held_in if part in instruction.lower()})
@@ -196,14 +198,6 @@ def _ends(analysis: Analysis, name: str) -> tuple[_End, ...]:
     )
 
 
-def _scopes(scopes: Iterable[tuple[str, str]]) -> list[str]:
-    return [scope for scope, _ in scopes]
-
-
-def _are_inside(sources: Sequence[_End], users: Sequence[_End]) -> bool:
-    return all(end.instruction is not None for end in (*sources, *users))
-
-
 def _inside(analysis: Analysis, launch: int, sources: Sequence[_End], users: Sequence[_End]) -> Edge:
     """Returns the decisions in a launch: those on the edge itself if there are any, else those at either end."""
     held = [d for d in analysis.decisions if d.producer_launch == d.consumer_launch == launch]
@@ -217,15 +211,6 @@ def _inside(analysis: Analysis, launch: int, sources: Sequence[_End], users: Seq
 def _in_order(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
     order = {name: place for place, name in enumerate(PASS_ORDER)}
     return tuple(sorted(decisions, key=lambda decision: order.get(decision.pass_name, len(order))))
-
-
-def _reads(analysis: Analysis) -> list[tuple[int, int]]:
-    return [
-        (value.producer, launch.index)
-        for launch in analysis.launches
-        for value in launch.inputs
-        if value.producer is not None
-    ]
 
 
 def _cost(edge: Edge) -> tuple[float, int, int, int]:

@@ -52,8 +52,7 @@ def isolate(module: Module, wanted: Sequence[Launch], around: Sequence[Launch] =
 def neighbours(analysis: Analysis, launch: Launch) -> list[Launch]:
     """Returns the launches that a launch reads from and that read it, the other end of the costliest edge first."""
     ends = [each for edge in find_edges(analysis, str(launch.index)) for each in (edge.producer, edge.consumer)]
-    ends += [value.producer for value in launch.inputs if value.producer is not None]
-    ends += [each.index for each in analysis.launches if launch.index in {value.producer for value in each.inputs}]
+    ends += [*launch.producers, *(each.index for each in analysis.launches if launch.index in each.producers)]
     found = (analysis.launches[index] for index in dict.fromkeys(ends) if index != launch.index)
     return [each for each in found if each.computation == launch.computation]
 

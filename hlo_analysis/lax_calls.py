@@ -253,9 +253,7 @@ def _is_plain_product(it: Instruction) -> bool:
 
 
 def _major_to_minor(shape: Shape) -> tuple[int, ...]:
-    if shape.layout is None or len(shape.layout.minor_to_major) != len(shape.dimensions):
-        return tuple(range(len(shape.dimensions)))
-    return tuple(reversed(shape.layout.minor_to_major))
+    return tuple(reversed(shape.minor_to_major))
 
 
 def memory_sizes(shape: Shape) -> tuple[int, ...]:

@@ -39,10 +39,7 @@ class _Side:
 
     def __init__(self, launches: Sequence[Launch]) -> None:
         self.launches = launches
-        self.producers = [
-            {value.producer for value in launch.inputs if value.producer not in (None, launch.index)}
-            for launch in launches
-        ]
+        self.producers = [{*launch.producers} - {launch.index} for launch in launches]
         self.consumers: list[set[int]] = [set() for _ in launches]
         for index, producers in enumerate(self.producers):
             for producer in producers:

@@ -218,7 +218,7 @@ def fit(made: Iterable[Analysis]) -> dict[str, float]:
         device = analysis.device
         reached, peak = device.efficiency, dict(device.matrix_flops)["bf16"]
         for launch, us in timed_launches(analysis):
-            moved, work = launch.bytes_read + launch.bytes_written, us - reached.kernel_us
+            moved, work = launch.bytes_moved, us - reached.kernel_us
             if moved < 1e6:
                 ratios["kernel_us"].append(us)
             elif launch.limiter == "memory" and launch.estimated_us <= 1.01 * moved_us(launch, analysis):
@@ -255,7 +255,7 @@ def fit_models(
 def moved_us(launch: Launch, analysis: Analysis) -> float:
     """The estimate of a launch by its HBM traffic alone."""
     device = analysis.device
-    moved = (launch.bytes_read + launch.bytes_written) / device.memory_bandwidth * 1e6
+    moved = launch.bytes_moved / device.memory_bandwidth * 1e6
     return moved / device.efficiency.memory + device.efficiency.kernel_us
 
 

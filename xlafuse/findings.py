@@ -84,7 +84,7 @@ def _is_array(leaf: Any) -> bool:
 
 def traced_for[T](target: Target, call: Callable[[], T]) -> T:
     """Traces a program as if on the target GPU, whose implementations its operations then choose."""
-    from hlo_analysis.capture.cudnn import answer_cudnn_checks
+    from hlo_analysis.capture.answers import answer_cudnn_checks
     from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes, under_mesh_of_one
 
     if target.kind != "cuda":

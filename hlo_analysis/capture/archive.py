@@ -13,7 +13,6 @@ import zlib
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from hlo_analysis.capture import artefacts
 from hlo_analysis.capture.foreign import infer_manifest
 from hlo_analysis.capture.limits import Limits
 from hlo_analysis.capture.manifest import MANIFEST, Manifest, manifest_json, read_manifest
@@ -85,17 +84,6 @@ class Capture:
         for file in files:
             self._limits.check_file(file, file.stat().st_size)
         return tuple(file.read_text(encoding="utf-8", errors="replace") for file in files)
-
-    def stages(self) -> list[tuple[int, str, Path]]:
-        """Dumps between passes in XLA's order: (number, 'after X, before Y', path)."""
-        folder = self.path / self.manifest.dump
-        names = sorted(path.name for path in folder.iterdir() if path.is_file())
-        own = [name for name in names if name.startswith(self.manifest.module + ".")]
-        found = artefacts.stages(self.manifest.module, own)
-        return [
-            (number, f"after {after}, before {before}", folder / name)
-            for number, (name, after, before) in enumerate(found)
-        ]
 
     def save(self, path: str | Path) -> Path:
         """Writes the capture into one zip archive, whole or not at all, and gives its path."""

@@ -65,8 +65,6 @@ def assemble(
         target=target.name,
         kind=target.kind,
         device=target.device,
-        device_kind=target.device_kind,
-        core_count=target.core_count,
         compute_capability=target.compute_capability,
         module=module,
         complete=bool(result["ok"]),

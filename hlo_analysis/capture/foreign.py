@@ -49,8 +49,6 @@ def infer_manifest(folder: Path, wanted_module: str | None) -> Manifest:
         target=target.name,
         kind=target.kind,
         device=target.device,
-        device_kind=target.device_kind,
-        core_count=target.core_count,
         compute_capability=target.compute_capability,
         module=module,
         complete=not absent,

@@ -23,8 +23,7 @@ import numpy as np
 from jax._src import source_info_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from hlo_analysis.capture.callbacks import answer_for_callbacks
-from hlo_analysis.capture.cudnn import answer_cudnn_checks
+from hlo_analysis.capture.answers import answer_cudnn_checks, answer_for_callbacks
 from hlo_analysis.capture.meshes import (
     NEEDS_DEVICES,
     NEEDS_MESH,

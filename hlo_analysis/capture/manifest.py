@@ -24,8 +24,6 @@ class Manifest:
     kind: str
     """'cuda', 'cpu' or 'attached'."""
     device: Device
-    device_kind: str = ""
-    core_count: int = 0
     compute_capability: tuple[int, int] = (0, 0)
     module: str = ""
     """How XLA names the module's files: 'module_0001.jit_f'."""

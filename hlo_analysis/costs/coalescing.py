@@ -51,7 +51,7 @@ def _tile_bytes(body: Computation, tiles: Sequence[int]) -> int:
         else:
             sizes = [size if axis in axes else next(results) for axis, size in enumerate(operand.dimensions)]
         source = _source(body, found) or operand
-        width = source.byte_size // max(1, source.element_count)
+        width = source.element_bytes
         if sizes[-1] < operand.dimensions[-1] and sizes[-1] * width < _FETCH_BYTES:
             total += width * operand.element_count * _excess(operand, sizes, width)
     return round(total)

@@ -1,4 +1,4 @@
-"""Estimates how long one launch takes, at the rates that kernels reach rather than the peaks.
+"""Estimates how long one launch takes, at the rates that kernels reach rather than the peaks, and what it needs.
 
 The estimate is the longest of these times, plus the least time of a kernel:
 
@@ -89,8 +89,8 @@ class Work:
 def estimate(work: Work, device: Device) -> float:
     """Estimates the GPU time of one launch in µs."""
     reached = device.efficiency
-    memory = bound(work.bytes_moved, Flops(), device).memory_us / reached.memory
-    vector = bound(0, Flops(vector=work.flops.vector), device).compute_us / reached.vector
+    limit = bound(work.bytes_moved, Flops(vector=work.flops.vector), device, work.link_bytes)
+    memory, vector = limit.memory_us / reached.memory, limit.compute_us / reached.vector
     matrix = bound(0, Flops(matrix=work.flops.matrix), device).compute_us
     matrix /= reached.power * (reached.attention if work.attention else reached.matrix) * _filled(work, device)
     if any(kind in ("c64", "c128") for kind, _ in work.flops.matrix):
@@ -100,10 +100,21 @@ def estimate(work: Work, device: Device) -> float:
     matrix /= reached.few_channels if 1 < work.filter_channels < _CHANNELS else work.filled
     if work.loads_slowly:
         memory, matrix = memory / reached.slow_loads, matrix / reached.slow_loads
-    link = bound(0, Flops(), device, work.link_bytes).link_us
     waiting = steps_us(work.steps, math.prod(work.grid), device) if work.steps and work.grid else 0.0
     least = reached.repeated_us if work.repeat >= _MANY else reached.kernel_us
-    return max(memory, vector, matrix, link, waiting, _clocked_us(work, device)) + least
+    return max(memory, vector, matrix, limit.link_us, waiting, _clocked_us(work, device)) + least
+
+
+def needed_us(bytes_moved: int, flops: Flops, device: Device, *, attention: bool = False, link_bytes: int = 0) -> float:
+    """Estimates the GPU time in µs of the best kernel that moves these bytes and computes this product.
+
+    Element-wise work takes as long as it takes at the peak: a kernel can do it while it waits for memory. attention:
+    whether it is a fused attention kernel. link_bytes: bytes sent to other GPUs.
+    """
+    reached, limit = device.efficiency, bound(bytes_moved, Flops(vector=flops.vector), device, link_bytes)
+    matrix = bound(0, Flops(matrix=flops.matrix), device).compute_us
+    matrix /= reached.power * (reached.attention if attention else reached.matrix)
+    return max(limit.memory_us / reached.memory, matrix, limit.compute_us, limit.link_us) + reached.kernel_us
 
 
 def longest(work: Work, device: Device) -> float | None:

@@ -157,9 +157,7 @@ def _fourier(instruction: Instruction, data: Shape) -> Flops:
 
 
 def _library_call(instruction: Instruction, operands: list[Shape]) -> Flops:
-    target = custom_call_target(instruction)
-    config = instruction.backend_config
-    settings: dict[str, Any] = config if isinstance(config, dict) else {}
+    target, settings = custom_call_target(instruction), instruction.backend_config
     results = [shape for _, shape in leaves(instruction.shape)]
     if dimensions := dot_dimensions(instruction):
         return _product(instruction, operands[0], results[0], dimensions.lhs_contracting)

@@ -10,7 +10,6 @@ from math import prod
 from hlo_analysis.hlo import Instruction, Module
 
 _NUMBERS = re.compile(r"\d+")
-_IOTA = re.compile(r"\[([0-9,]+)\]<=")
 _MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 _SIZE = re.compile(r"'([^']*)'=(\d+)")
 _DEVICES = re.compile(r"\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -46,10 +45,9 @@ def link_bytes(module: Module, instruction: Instruction, operand_bytes: int) -> 
 
 def mesh_of(module: Module) -> dict[str, int]:
     """Returns the mesh's axes with their sizes, from the first collective that names them; {} if none does."""
-    for computation in module.computations.values():
-        for instruction in computation.instructions.values():
-            if mesh := _MESH.search(instruction.attributes.get("replica_groups", "")):
-                return {name: int(size) for name, size in _SIZE.findall(mesh[1])}
+    for instruction in module.instructions.values():
+        if mesh := _MESH.search(instruction.attributes.get("replica_groups", "")):
+            return {name: int(size) for name, size in _SIZE.findall(mesh[1])}
     return {}
 
 
@@ -97,10 +95,7 @@ def group_size(module: Module, instruction: Instruction) -> int:
     text = instruction.attributes.get("replica_groups", "")
     if _MESH.search(text):
         return prod(size for _, size in group_axes(instruction, {}))
-    if iota := _IOTA.search(text):  # [groups,devices]<=[8]
-        return int(iota[1].rpartition(",")[2])
-    groups = [_NUMBERS.findall(group) for group in text.strip("{} ").split("}") if _NUMBERS.search(group)]
-    if groups:  # {{0,1,2,3},{4,5,6,7}}
-        return max(len(group) for group in groups)
+    if group := _first_group(text):
+        return len(group)
     counts = (int(module.attributes.get(name, "1")) for name in ("num_partitions", "replica_count"))
     return max(1, prod(counts))

@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hlo_analysis.hlo import Instruction
-from hlo_analysis.hlo.attributes import integers, tile_sizes
+from hlo_analysis.hlo.attributes import integers, tile_sizes, triton_config
 from hlo_analysis.records import Device
 
 _SHARED_BYTES, _REGISTERS, _THREADS, _MOST_BLOCKS = 227 * 1024, 65536, 2048, 32
@@ -40,18 +39,16 @@ class Steps:
 
 def steps_of(fusion: Instruction, body: Mapping[str, Instruction], threads: int) -> Steps | None:
     """Returns the steps of a fused product by Triton, None where XLA states no tiles."""
-    tiles, stages = tile_sizes(fusion), _stages(fusion)
+    tiles, stages = tile_sizes(fusion), max(1, int(triton_config(fusion).get("num_stages", 1)))
     product = next((each for each in body.values() if each.opcode == "dot"), None)
     if product is None or len(tiles) < 2 or not threads or product.operands[0] not in body:
         return None
-    config = product.backend_config
-    depth = int((config.get("sizes") or [0])[0]) if isinstance(config, dict) else 0
+    depth = int((product.backend_config.get("sizes") or [0])[0])
     if not depth:
         return None
     operand, (rows, columns) = body[product.operands[0]].shape, tiles[-2:]
-    width = max(1, operand.byte_size // max(1, operand.element_count))
     summed = math.prod(operand.dimensions[axis] for axis in integers(product, "lhs_contracting_dims"))
-    shared = stages * (rows + columns) * depth * width
+    shared = stages * (rows + columns) * depth * max(1, operand.element_bytes)
     registers = threads * min(255, rows * columns // threads + _OTHER_REGISTERS)
     room = min(_MOST_BLOCKS, _THREADS // threads, _SHARED_BYTES // shared, _REGISTERS // registers)
     return Steps(
@@ -74,9 +71,3 @@ def steps_us(steps: Steps, blocks: int, device: Device) -> float:
     wait = 2 * reached.load_us if steps.stages == 1 else reached.load_us / (steps.stages - 1)
     step = max(wait, resident * steps.flops / peak * 1e6 if peak else 0.0)
     return (waves * steps.count - 1) * step + (waves - 1) * reached.load_us
-
-
-def _stages(fusion: Instruction) -> int:
-    config: Any = fusion.backend_config
-    settings = config.get("fusion_backend_config") or {} if isinstance(config, dict) else {}
-    return max(1, int((settings.get("block_level_fusion_config") or {}).get("num_stages", 1)))

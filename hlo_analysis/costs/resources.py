@@ -10,6 +10,7 @@ from typing import Any
 
 from hlo_analysis.errors import DumpError
 from hlo_analysis.hlo import Instruction
+from hlo_analysis.hlo.attributes import custom_call_target
 from hlo_analysis.program.launch_sites import Site
 
 _MOSAIC_ENDING = "_mosaic_gpu_kernel"
@@ -142,7 +143,7 @@ def kernel_name(site: Site) -> str | None:
 
 def _mosaic_key(instruction: Instruction) -> tuple[str, int] | None:
     """Name and number of a Mosaic kernel, from its op name and the base name of its dump inside its module."""
-    if not instruction.attributes.get("custom_call_target", "").strip('"').startswith("mosaic_gpu"):
+    if not custom_call_target(instruction).startswith("mosaic_gpu"):
         return None
     scope, _, _ = instruction.op_name.rpartition("/")
     name = scope.rpartition("/")[2]

@@ -100,10 +100,7 @@ def xla_estimate(
     most of them not meant for the kind of launch. Emitters use the unnamed model. Triton fusions use the indexing
     model, Triton products the product model if it may choose the tiling. Libraries use only the speed-of-light model.
     """
-    config = instruction.backend_config
-    costs = config.get("reification_cost") if isinstance(config, dict) else None
-    if not costs:
-        return None
+    costs = instruction.backend_config.get("reification_cost") or ()
     match kind:
         case "loop" | "reduction" | "transpose" | "concatenate" | "scatter":
             model = ""

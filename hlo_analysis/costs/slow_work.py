@@ -88,8 +88,7 @@ def sums_columns(instructions: Mapping[str, Instruction]) -> bool:
     if longest is None:
         return False
     operand, summed = instructions[longest.operands[0]].shape, integers(longest, "dimensions")
-    order = operand.layout.minor_to_major if operand.layout else tuple(reversed(range(len(operand.dimensions))))
-    kept = takewhile(lambda axis: axis not in summed, order)
+    kept = takewhile(lambda axis: axis not in summed, operand.minor_to_major)
     return prod(operand.dimensions[axis] for axis in kept) >= _WARP
 
 
@@ -181,12 +180,11 @@ def _is_slow(shape: Shape, contracting: Sequence[int]) -> bool:
     """Whether an operand's rows are not aligned for wide loads."""
     if sum(size > 1 for size in shape.dimensions) < 2:
         return False
-    width = shape.byte_size // shape.element_count
+    width = shape.element_bytes
     row = shape.dimensions[_fastest(shape)] * width
     return bool(row % (ALIGNED_BYTES if width == 2 and _fastest(shape) in contracting else _WORD_BYTES))
 
 
 def _fastest(shape: Shape) -> int:
     """Returns the dimension whose elements lie side by side; those of size 1 do not count."""
-    order = shape.layout.minor_to_major if shape.layout else tuple(reversed(range(len(shape.dimensions))))
-    return next((axis for axis in order if shape.dimensions[axis] > 1), -1)
+    return next((axis for axis in shape.minor_to_major if shape.dimensions[axis] > 1), -1)

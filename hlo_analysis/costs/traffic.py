@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from math import prod
 
 from hlo_analysis.hlo import Computation, Instruction, Module, Shape
-from hlo_analysis.program.dataflow import STARTED, VIEWS, Path, behind_aliases, leaf_shape, leaves
+from hlo_analysis.hlo.attributes import custom_call_target, gemm_config
+from hlo_analysis.program.dataflow import STARTED, VIEWS, Path, behind_aliases, leaf_shape, leaves, roots
 from hlo_analysis.program.demand import needed_elements
-from hlo_analysis.program.inplace_updates import in_place_base, roots, scatter_inputs
+from hlo_analysis.program.inplace_updates import in_place_base, scatter_inputs
 from hlo_analysis.records import LaunchKind
 
 _FREE = frozenset({"parameter", "constant", "iota", "tuple", "get-tuple-element", "broadcast"})
@@ -52,8 +53,7 @@ class Usage:
 
 def is_library_call(instruction: Instruction) -> bool:
     """Whether the instruction calls cuBLAS or cuDNN."""
-    target = instruction.attributes.get("custom_call_target", "").strip('"')
-    return instruction.opcode == "custom-call" and target.startswith(_LIBRARY_TARGETS)
+    return instruction.opcode == "custom-call" and custom_call_target(instruction).startswith(_LIBRARY_TARGETS)
 
 
 def result_leaves(instruction: Instruction) -> list[tuple[Path, Shape]]:
@@ -122,33 +122,27 @@ def pass_usage(whole: Usage, instruction: Instruction, kind: LaunchKind, step: i
 
 def library_extra(instruction: Instruction, operands: list[Instruction]) -> int:
     """Counts the bytes that a library call saves by fusing its epilogue or softmax."""
-    config = instruction.backend_config
-    if not isinstance(config, dict) or not is_library_call(instruction):
-        return 0
-    found = result_leaves(instruction)
+    found = result_leaves(instruction) if is_library_call(instruction) else []
     if not found:
         return 0
     out = found[0][1].byte_size
-    if gemm := config.get("gemm_backend_config"):
+    if gemm := gemm_config(instruction):
         epilogue = gemm.get("epilogue", "DEFAULT")
         # Each step that follows (accumulation, bias, activation) would read the product and write it back.
         activation = any(name in epilogue for name in ("GELU", "RELU", "SILU"))
         return 2 * out * ((gemm.get("beta", 0) != 0) + ("BIAS" in epilogue) + activation)
-    if attention := config.get("cudnn_fmha_backend_config"):
+    if attention := instruction.backend_config.get("cudnn_fmha_backend_config"):
         scores = _scores_bytes(attention, operands[0].shape)
         # Forward: scores written and read, probabilities written and read. Backward: scores written, softmax reads and
         # writes, the value gradient reads; probability gradient written; softmax gradient reads two and writes one;
         # query and key gradients read one each.
-        backward = "Backward" in instruction.attributes.get("custom_call_target", "")
-        return scores * (10 if backward else 4)
+        return scores * (10 if "Backward" in custom_call_target(instruction) else 4)
     return 0
 
 
 def _scores_bytes(attention: dict, query: Shape) -> int:
-    shape = attention.get("intermediate_tensor_shape") or {}
-    elements = prod(int(size) for size in shape.get("dimensions", ()))
-    width = query.byte_size // max(query.element_count, 1)
-    return elements * width if shape.get("dimensions") else 0
+    sizes = (attention.get("intermediate_tensor_shape") or {}).get("dimensions", ())
+    return prod(map(int, sizes)) * query.element_bytes if sizes else 0
 
 
 def _operand_reads(instruction: Instruction, position: int, shape: Shape) -> int:

@@ -132,7 +132,7 @@ def _before(
             whole = np.zeros((len(at), len(operands[0].dimensions)), np.int64)
             whole[:, [axis for axis in range(whole.shape[1]) if axis not in axes]] = at
             count = prod(operands[0].dimensions[axis] for axis in axes)
-            if operands[0].layout and operands[0].layout.minor_to_major[0] in axes:  # a run of sectors, read once
+            if operands[0].minor_to_major[0] in axes:  # a run of sectors, read once
                 count = ceil(count * operands[0].byte_size / max(1, operands[0].element_count) / SECTOR_BYTES)
             yield name, whole, float(count)
         case _:
@@ -143,9 +143,8 @@ def _before(
 
 def _strides(shape: Shape) -> list[int]:
     """Returns how many elements apart neighbours of each dimension lie in memory."""
-    order = shape.layout.minor_to_major if shape.layout else tuple(reversed(range(len(shape.dimensions))))
     strides, step = [0] * len(shape.dimensions), 1
-    for axis in order:
+    for axis in shape.minor_to_major:
         strides[axis], step = step, step * shape.dimensions[axis]
     return strides
 

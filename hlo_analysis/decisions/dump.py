@@ -19,6 +19,9 @@ class Fused:
     fusion: str
     producer: str
     consumer: str
+    gain_us: float | None = None
+    """XLA's estimate when it chose the edge, over all users of the producer; None for bitcasts, which it never prices.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +32,6 @@ class Priced:
     """
 
     producer: str
-    consumers: tuple[str, ...]
     us_fused: float
     us_unfused: float
 
@@ -91,7 +93,6 @@ def _step(step: Message) -> Step | None:
             case "update_priority":
                 return Priced(
                     producer=producer,
-                    consumers=tuple(name for name in found.all("consumer_names") if isinstance(name, str)),
                     us_fused=float(found.scalar("us_fused", "0")),
                     us_unfused=float(found.scalar("us_unfused", "0")),
                 )

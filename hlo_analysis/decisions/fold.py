@@ -7,21 +7,9 @@ the state at the end of the pass explains the program, so the steps are replayed
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hlo_analysis.decisions.dump import Fused, Priced, Refused, Step
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FusedEdge:
-    """Two instructions that priority fusion fused: `producer` went into `consumer`, and the result is `fusion`."""
-
-    producer: str
-    consumer: str
-    fusion: str
-    gain_us: float | None
-    """XLA's estimate when it chose the edge, over all users of the producer; None for bitcasts, which it never prices.
-    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,35 +26,27 @@ class LastVerdict:
 class Folded:
     """The state at the end of priority fusion."""
 
-    members: dict[str, frozenset[str]]
-    """Maps each fusion to the instructions it contains, by their names before the pass."""
-    edges: tuple[FusedEdge, ...]
+    edges: tuple[Fused, ...]
+    """What it fused, in order, with XLA's estimates."""
     verdicts: dict[str, LastVerdict]
     """Maps each producer that the pass looked at to the last verdict on it."""
 
 
 def fold(steps: Iterable[Step]) -> Folded:
-    """Replays the steps: a fusion takes the members of producer and consumer, gains add up, the last verdict counts.
+    """Replays the steps: gains add up, and the last verdict on a producer counts.
 
     XLA prices in increments. A producer waits in the queue while its gain is not negative, and each step adds only what
     changed. A producer whose gain fell below zero leaves the queue, and a fusion that has just grown is new to the
     queue. Both are priced from scratch at the next look (PriorityFusionQueue::CalculateProducerPriority).
     """
-    members: dict[str, frozenset[str]] = {}
-    edges: list[FusedEdge] = []
+    edges: list[Fused] = []
     verdicts: dict[str, LastVerdict] = {}
     grown: set[str] = set()
     for step in steps:
         match step:
             case Fused():
                 known = verdicts.get(step.producer)
-                gain = known.gain_us if known else None
-                edges.append(
-                    FusedEdge(producer=step.producer, consumer=step.consumer, fusion=step.fusion, gain_us=gain)
-                )
-                producer = members.get(step.producer, frozenset((step.producer,)))
-                consumer = members.get(step.consumer, frozenset((step.consumer,)))
-                members[step.fusion] = producer | consumer
+                edges.append(replace(step, gain_us=known.gain_us if known else None))
                 grown.add(step.fusion)
             case Priced():
                 gain = step.us_unfused - step.us_fused
@@ -78,4 +58,4 @@ def fold(steps: Iterable[Step]) -> Folded:
             case Refused():
                 verdicts[step.producer] = LastVerdict(reason=step.reason, gain_us=None)
                 grown.discard(step.producer)
-    return Folded(members=members, edges=tuple(edges), verdicts=verdicts)
+    return Folded(edges=tuple(edges), verdicts=verdicts)

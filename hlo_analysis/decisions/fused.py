@@ -93,8 +93,7 @@ def _known(module: Module) -> dict[str, _Known]:
             is_random=instruction.opcode in _RANDOM_OPCODES and instruction.shape.element_type in _RANDOM_TYPES,
             is_hidden=instruction.opcode in _HIDDEN,
         )
-        for computation in module.computations.values()
-        for name, instruction in computation.instructions.items()
+        for name, instruction in module.instructions.items()
     }
 
 

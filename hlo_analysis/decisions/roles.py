@@ -6,7 +6,7 @@ from typing import Literal
 
 from hlo_analysis.decisions.align import contents
 from hlo_analysis.hlo import Instruction, Module
-from hlo_analysis.hlo.attributes import gemm_config
+from hlo_analysis.hlo.attributes import PYTHON_TARGETS, custom_call_target, fusion_config, gemm_config
 
 _LIBRARIES = (
     "__cublas",
@@ -31,7 +31,6 @@ UNFUSIBLE_CONSUMERS = _CONTROL | _WHOLE
 
 _EPILOGUES = {"BIAS": "a bias", "GELU": "GELU", "RELU": "ReLU", "SILU": "SiLU"}
 _TOP_K = "__gpu$TopK"
-_PYTHON = ("xla_ffi_python_", "xla_ffi_partitioned_python_")
 
 Role = Literal["product", "library", "kernel", "other"]
 
@@ -39,8 +38,7 @@ Role = Literal["product", "library", "kernel", "other"]
 def role_of(module: Module, instruction: Instruction) -> Role:
     """Returns the role of an instruction of the module."""
     if instruction.opcode == "custom-call":
-        target = instruction.attributes.get("custom_call_target", "").strip('"')
-        return "library" if target.startswith(_LIBRARIES) else "kernel"
+        return "library" if custom_call_target(instruction).startswith(_LIBRARIES) else "kernel"
     generator = generator_of(instruction) if instruction.opcode == "fusion" else ""
     if generator.startswith(_LIBRARIES):
         return "library"
@@ -54,8 +52,8 @@ def role_of(module: Module, instruction: Instruction) -> Role:
 
 def origin_of_kernel(instruction: Instruction) -> str:
     """Describes where a kernel that takes no fusion comes from."""
-    target = instruction.attributes.get("custom_call_target", "").strip('"')
-    if target.startswith(_PYTHON):
+    target = custom_call_target(instruction)
+    if target.startswith(PYTHON_TARGETS):
         return "a call back to Python on the host"
     return "a finished kernel of XLA's own" if target == _TOP_K else "a kernel from outside XLA"
 
@@ -69,6 +67,4 @@ def library_epilogue(call: Instruction) -> list[str]:
 
 def generator_of(fusion: Instruction) -> str:
     """Returns XLA's name for a fusion's code generator ('__triton', '__cudnn$fusion'); '' for XLA's own emitters."""
-    config = fusion.backend_config
-    settings = config.get("fusion_backend_config") or {} if isinstance(config, dict) else {}
-    return str(settings.get("kind", ""))
+    return str(fusion_config(fusion).get("kind", ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Protocol
 
 from hlo_analysis.decisions import categories
@@ -90,7 +91,7 @@ def _between(capture: Texts) -> list[Module]:
 def _unfused_decisions(
     unfused: UnfusedEdges, edges: Sequence[Edge], final: Module, launch_of: Mapping[str, int]
 ) -> list[Decision]:
-    op_names = {name: i.op_name for c in final.computations.values() for name, i in c.instructions.items()}
+    instructions = final.instructions
     unknown = without_reason("no pass recorded a reason for this edge", categories.UNRECORDED)
     decisions: list[Decision] = []
     for edge in edges:
@@ -99,16 +100,12 @@ def _unfused_decisions(
             Decision(
                 producer=edge.producer,
                 consumer=edge.consumer,
-                verdict=why.verdict,
-                reason=why.reason,
-                category=why.category,
-                pass_name=why.pass_name,
-                gain_us=why.gain_us,
+                **asdict(why),
                 producer_launch=launch_of[edge.producer],
                 consumer_launch=launch_of[edge.consumer],
                 bytes=edge.byte_size,
                 shape=edge.shape_text,
-                scope=scope_of(op_names[edge.producer])[0],
+                scope=scope_of(instructions[edge.producer].op_name)[0],
             )
         )
     return decisions

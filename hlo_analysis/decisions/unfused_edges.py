@@ -49,12 +49,10 @@ class UnfusedEdges:
     ):
         self._no_record = no_record
         self._disabled = PRIORITY_PASS in disabled
-        self._final = {name: i for c in final.computations.values() for name, i in c.instructions.items()}
+        self._final = final.instructions
         self._module = final
         self._early_module = early
-        self._early: Mapping[str, Instruction] = (
-            {name: i for c in early.computations.values() for name, i in c.instructions.items()} if early else {}
-        )
+        self._early: Mapping[str, Instruction] = early.instructions if early else {}
         self._origins = origins
         self._verdicts: Mapping[str, LastVerdict] = folded.verdicts if folded else {}
         self._by_stem = {stem(name): name for name in self._verdicts}

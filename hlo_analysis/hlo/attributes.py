@@ -10,6 +10,8 @@ from hlo_analysis.hlo.module import Instruction, Module
 
 _INTEGER = re.compile(r"-?\d+")
 _STATED_FLOPS = re.compile(r'matrix_flops="(\w+) (\d+) / (\d+)"')
+PYTHON_TARGETS = ("xla_ffi_python_", "xla_ffi_partitioned_python_")
+"""How the targets of custom calls begin that call back to Python on the host."""
 _ALIASED_PARAMETER = re.compile(r":\s*\((\d+)")
 
 
@@ -43,8 +45,17 @@ def stated_flops(instruction: Instruction) -> tuple[str, int, int] | None:
 
 def gemm_config(instruction: Instruction) -> dict[str, Any]:
     """Returns cuBLAS's configuration of a matrix product, empty for anything else."""
-    config = instruction.backend_config
-    return config.get("gemm_backend_config") or {} if isinstance(config, dict) else {}
+    return instruction.backend_config.get("gemm_backend_config") or {}
+
+
+def fusion_config(fusion: Instruction) -> dict[str, Any]:
+    """Returns the configuration of a fusion's code generator, empty for XLA's own emitters and anything else."""
+    return fusion.backend_config.get("fusion_backend_config") or {}
+
+
+def triton_config(fusion: Instruction) -> dict[str, Any]:
+    """Returns the tiles and stages of a Triton fusion, empty where XLA states none."""
+    return fusion_config(fusion).get("block_level_fusion_config") or {}
 
 
 def product_precision(instruction: Instruction) -> tuple[bool, str]:
@@ -76,9 +87,7 @@ def dot_dimensions(instruction: Instruction) -> DotDimensions | None:
 
 def tile_sizes(fusion: Instruction) -> tuple[int, ...]:
     """Returns the sizes of the tiles of the first result of a Triton fusion; () where XLA states none."""
-    config = fusion.backend_config
-    settings = config.get("fusion_backend_config") or {} if isinstance(config, dict) else {}
-    tiles = (settings.get("block_level_fusion_config") or {}).get("output_tiles") or [{}]
+    tiles = triton_config(fusion).get("output_tiles") or [{}]
     return tuple(int(size) for size in tiles[0].get("sizes", ()))
 
 

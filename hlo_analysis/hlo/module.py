@@ -39,27 +39,19 @@ class Instruction:
         return self.source.text[self.start : self.end]
 
     @property
-    def line(self) -> int:
-        """Returns its line in the module's text, counted from 1."""
-        return self.source.position(self.start)[0]
-
-    @property
     def op_name(self) -> str:
         """Returns JAX's path to the operation, or '' if the text has none."""
         return self.metadata.op_name if self.metadata else ""
 
     @property
-    def backend_config(self) -> dict[str, Any] | str | None:
-        """Returns the backend's configuration: the JSON object, or the raw string, or None if there is none."""
-        raw = self.attributes.get("backend_config")
-        if raw is None:
-            return None
-        text = raw if raw.startswith("{") else unquote(raw) if raw[:1] in ('"', "'") else raw
+    def backend_config(self) -> dict[str, Any]:
+        """Returns the backend's configuration; {} if there is none, or one that is no JSON object."""
+        text = self.attributes.get("backend_config", "")
         try:
-            value = json.loads(text)
+            value = json.loads(unquote(text) if text[:1] in ('"', "'") else text)
         except (ValueError, RecursionError):
-            return text
-        return value if isinstance(value, dict) else text
+            return {}
+        return value if isinstance(value, dict) else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,8 +62,6 @@ class Computation:
     instructions: dict[str, Instruction]
     root: str
     is_entry: bool = False
-    attributes: dict[str, str] = field(default_factory=dict)
-    """Attributes after the closing brace, e.g. `execution_thread`."""
     source: SourceText = field(repr=False)
     start: int = field(repr=False)
     end: int = field(repr=False)
@@ -119,6 +109,11 @@ class Module:
     """Computations in text order: a computation comes before its callers."""
     entry_name: str
     source: SourceTable = field(repr=False)
+
+    @property
+    def instructions(self) -> dict[str, Instruction]:
+        """Returns the instructions of all computations by name."""
+        return {name: found for each in self.computations.values() for name, found in each.instructions.items()}
 
     @property
     def entry(self) -> Computation:

@@ -143,13 +143,12 @@ class _Parser:
         if root is None:  # like XLA: the last instruction
             root, last = next(reversed(instructions.items()))
             instructions[root] = replace(last, is_root=True)
-        attributes, _ = self.attributes()
+        self.attributes()  # such as execution_thread
         return Computation(
             name=name,
             instructions=instructions,
             root=root,
             is_entry=is_entry,
-            attributes=attributes,
             source=lexer.source,
             start=start,
             end=lexer.position,

@@ -43,8 +43,6 @@ class Layout:
 
     minor_to_major: tuple[int, ...]
     """Dimension numbers, fastest-varying first."""
-    tiles: tuple[str, ...] = ()
-    """Tile sizes as text, outermost first, e.g. ('8,128', '2,1')."""
     memory_space: int = 0
     element_bits: int = 0
     """Size of an element if it differs from the type's own (`E(4)`), otherwise 0."""
@@ -97,6 +95,17 @@ class Shape:
             raise ValueError(f"{self} has a dimension without a bound, so no size in bytes")
         bits = (self.layout.element_bits if self.layout else 0) or ELEMENT_BITS.get(self.element_type, 0)
         return (prod(self.dimensions) * bits + 7) // 8
+
+    @property
+    def element_bytes(self) -> int:
+        """Returns the bytes of one element of an array, 0 of an empty one."""
+        return self.byte_size // max(self.element_count, 1)
+
+    @property
+    def minor_to_major(self) -> tuple[int, ...]:
+        """Returns the dimensions of an array, those first whose elements lie side by side; row-major if unknown."""
+        order = self.layout.minor_to_major if self.layout else ()
+        return order if len(order) == len(self.dimensions) else tuple(reversed(range(len(self.dimensions))))
 
     @property
     def text(self) -> str:
@@ -192,20 +201,16 @@ def _layout(lexer: Lexer, text: str, at: int) -> Layout:
     order, _, rest = text[1:-1].partition(":")
     if not _INTEGERS.fullmatch(order):
         raise lexer.error(f"expected dimension numbers in the layout, found {text[:40]!r}", at)
-    tiles: list[str] = []
     numbers = {"S": 0, "E": 0}
     kind = ""
     for match in _LAYOUT_FIELD.finditer(rest.partition("P(")[0]):  # P(...) is a physical shape with its own layout
         kind = match[1] or kind  # T(8,128)(2,1): the second tile has no letter of its own
-        if kind == "T":
-            tiles.append(match[2])
-        elif kind in numbers:
+        if kind in numbers:
             if not _INTEGERS.fullmatch(match[2]):
                 raise lexer.error(f"expected a number in {kind}(...) of the layout, found {match[2][:40]!r}", at)
             numbers[kind] = int(match[2] or 0) if "," not in match[2] else 0
     return Layout(
         minor_to_major=tuple(int(number) for number in order.split(",")) if order.strip() else (),
-        tiles=tuple(tiles),
         memory_space=numbers["S"],
         element_bits=numbers["E"],
         text=text,

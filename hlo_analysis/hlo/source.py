@@ -13,21 +13,10 @@ from hlo_analysis.hlo.lexer import NAME, STRING, Lexer, token, unquote
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFrame:
-    """One frame of the Python stack; zeros where unknown.
-
-    Lines count from 1. Columns count from 0, as JAX writes them, and may be those of another expression on the line:
-    XLA keeps one frame for each line of a function and caller.
-    """
+    """One frame of the Python stack. Lines count from 1; 0 where unknown."""
 
     file: str
     line: int = 0
-    function: str = ""
-    end_line: int = 0
-    column: int = 0
-    end_column: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +25,8 @@ class Metadata:
 
     op_name: str = ""
     """JAX's path to the operation, e.g. 'jit(f)/jvp(block)/mlp/dot_general'; see `hlo_analysis.hlo.scope`."""
-    op_type: str = ""
     frames: tuple[SourceFrame, ...] = ()
     """Innermost first; empty where the text has none."""
-    attributes: dict[str, str] = field(default_factory=dict)
-    """Every field as written, strings without their quotes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +68,12 @@ def read_source_table(lexer: Lexer) -> SourceTable:
         return SourceTable()
     files = _read_names(lexer)
     lexer.expect(_TITLES["FunctionNames"], "the table FunctionNames")
-    functions = _read_names(lexer)
+    _read_names(lexer)
     lexer.expect(_TITLES["FileLocations"], "the table FileLocations")
     locations: dict[int, SourceFrame] = {}
     for key, row, at in _read_rows(lexer):
         numbers = _numbers(lexer, row, at)
-        locations[key] = SourceFrame(
-            file=files.get(numbers.get("file_name_id", 0), ""),
-            function=functions.get(numbers.get("function_name_id", 0), ""),
-            **{name: numbers.get(name, 0) for name in ("line", "end_line", "column", "end_column")},
-        )
+        locations[key] = SourceFrame(file=files.get(numbers.get("file_name_id", 0), ""), line=numbers.get("line", 0))
     lexer.expect(_TITLES["StackFrames"], "the table StackFrames")
     frames: dict[int, tuple[SourceFrame, int]] = {}
     for key, row, at in _read_rows(lexer):
@@ -115,18 +97,8 @@ def read_metadata(lexer: Lexer, table: SourceTable) -> Metadata:
     if "stack_frame_id" in fields:
         frames = table.stack(_number(lexer, fields, "stack_frame_id", start))
     if not frames and "source_file" in fields:
-        frames = (
-            SourceFrame(
-                file=fields["source_file"],
-                line=_number(lexer, fields, "source_line", start),
-                end_line=_number(lexer, fields, "source_end_line", start),
-                column=_number(lexer, fields, "source_column", start),
-                end_column=_number(lexer, fields, "source_end_column", start),
-            ),
-        )
-    return Metadata(
-        op_name=fields.get("op_name", ""), op_type=fields.get("op_type", ""), frames=frames, attributes=fields
-    )
+        frames = (SourceFrame(file=fields["source_file"], line=_number(lexer, fields, "source_line", start)),)
+    return Metadata(op_name=fields.get("op_name", ""), frames=frames)
 
 
 def read_fields(lexer: Lexer) -> dict[str, str]:

@@ -78,7 +78,7 @@ def find_hotspots(
     take_odd_sizes(batched=True)  # those that no kernel of attention takes
     for launch in launches:
         if launch.index not in taken:
-            cause = kind_of_work(launch)
+            cause = Cause(text=kind_of_work(launch))
             key = (cause.text, launch.source, _place(launch.scope), launch.phase)
             groups[key].launches.append((launch, cause))
     made = [_hotspot(each, launches, catalogue) for each in groups.values() if each.launches or each.missed]

@@ -6,14 +6,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from hlo_analysis.costs.estimate import needed_us
 from hlo_analysis.costs.flops import Flops
-from hlo_analysis.costs.needed import needed_us
 from hlo_analysis.costs.slow_work import ALIGNED_BYTES, filter_channels, is_transposed
-from hlo_analysis.hlo import Instruction
 from hlo_analysis.hlo.attributes import convolution_labels, integers, product_precision, window
 from hlo_analysis.hotspots import remedies
 from hlo_analysis.hotspots.one_hot import one_hot_elements
 from hlo_analysis.patterns.launch_patterns import (
+    ROUNDS,
+    SIXTEEN_BITS,
     calls_python,
     convolves,
     fills,
@@ -23,23 +24,20 @@ from hlo_analysis.patterns.launch_patterns import (
     only_moves,
     shape_of,
 )
-from hlo_analysis.program.facts import LaunchRow
+from hlo_analysis.program.facts import LaunchRow, maker
 from hlo_analysis.program.launch_kinds import COLLECTIVE_OPCODES, EMITTERS
 from hlo_analysis.records import Device
-from hlo_analysis.remedies import Remedy, conv_texts
+from hlo_analysis.remedies import Remedy
 from hlo_analysis.remedies.convolutions import is_short_depthwise
-from hlo_analysis.remedies.texts import TOP_K
+from hlo_analysis.remedies.texts import SHIFTED, TOP_K
 
 Launches = Sequence[LaunchRow]
 
-_SIXTEEN_BITS = ("bf16", "f16")
 _FEW_ROWS = 1024
 """A one-hot product with more rows takes longer than sorting: 8192 rows of 1024 bf16 into 1024, 27 us on an H100."""
 _CERTAIN = 1024
 """Where the rows are so many times fewer than the updates, most updates wait, wherever they fall: two rows of 1024
 take 721 us even of random indices, nine times what spread ones take."""
-_ROUNDS = 20
-"""Threefry has 20 rounds, each with an exclusive or."""
 _MANY_NUMBERS = 1.5
 """Times what the bytes need. Making bytes of words, another launch, took 129 us for 120 where it was 1.35 (a float32
 array of 4096 x 8192 on an H100), and 86 for 120 where it was 2.7 (bfloat16)."""
@@ -81,7 +79,7 @@ def _repeated_indices(launch: LaunchRow, launches: Launches, device: Device) -> 
             continue
         rows = prod(into.shape.dimensions[axis] for axis in integers(scatter, "scatter_dims_to_operand_dims"))
         count = updates.shape.element_count * rows // max(into.shape.element_count, 1)
-        is_slow = updates.shape.element_type in _SIXTEEN_BITS
+        is_slow = updates.shape.element_type in SIXTEEN_BITS
         how = "by compare-and-swap, as there is no atomic addition of 16 bits" if is_slow else "atomically"
         text = f"a scatter adds {count} rows into {rows} {how}; additions to one row wait for each other"
         most = launch.longest_us
@@ -98,9 +96,9 @@ _COMBINED = ("add", "mul", "min", "max")
 
 def _random_bits(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
     """Threefry, whose integer operations take longer than writing what it makes."""
-    if dict(launch.opcodes).get("xor", 0) < _ROUNDS or launch.repeat > 1:
+    if dict(launch.opcodes).get("xor", 0) < ROUNDS or launch.repeat > 1:
         return None
-    needed = needed_us(launch.bytes_read + launch.bytes_written, Flops(), device)
+    needed = needed_us(launch.bytes_moved, Flops(), device)
     text = "random numbers by threefry, about 100 integer operations each"
     if any("rematted_computation" in name for name in launch.facts.op_names("xor")):
         text += ", made again for the backward pass"
@@ -114,7 +112,7 @@ def _exact_float32(launch: LaunchRow, launches: Launches, device: Device) -> Cau
     asked = [each for each in launch.facts.instructions.values() if product_precision(each)[0]]
     if not asked or launch.flops < _LARGE_PRODUCT:
         return None
-    needed = needed_us(launch.bytes_read + launch.bytes_written, Flops(matrix=(("f32", 3 * launch.flops),)), device)
+    needed = needed_us(launch.bytes_moved, Flops(matrix=(("f32", 3 * launch.flops),)), device)
     text = "a float32 product of the highest precision, which the matrix units do not compute"
     return Cause(text=text, remedy=remedies.THREE_PASSES, needed_us=needed)
 
@@ -131,7 +129,7 @@ def _widened_operands(launch: LaunchRow, launches: Launches, device: Device) -> 
     return Cause(
         text=f"a float32 product of {types[0]} values, converted first: at half the rate of their own product",
         remedy=remedies.SIXTEEN_BITS,
-        needed_us=needed_us(launch.bytes_read + launch.bytes_written, matrix, device),
+        needed_us=needed_us(launch.bytes_moved, matrix, device),
     )
 
 
@@ -144,14 +142,12 @@ def _narrow(name: str, launch: LaunchRow, launches: Launches) -> str:
     if found and found.opcode == "convert":
         source = launch.facts.operand(found, 0)
         kind = source.shape.element_type if source else ""
-        return kind if kind in _SIXTEEN_BITS and found.shape.element_type == "f32" else ""
-    outside = launch.facts.parameters.get(name, name)
-    producer = next((value.producer for value in launch.inputs if value.name == outside), None)
-    made = None if producer is None else launches[producer]
+        return kind if kind in SIXTEEN_BITS and found.shape.element_type == "f32" else ""
+    made, _ = maker(launch, name, launches) or (None, None)
     if made is None or not only_casts(made) or shape_of(made.outputs[0].shape).element_type != "f32":
         return ""
     kinds = {shape_of(value.shape).element_type for value in made.inputs}
-    return next(iter(kinds)) if len(kinds) == 1 and kinds <= set(_SIXTEEN_BITS) else ""
+    return next(iter(kinds)) if len(kinds) == 1 and kinds <= set(SIXTEEN_BITS) else ""
 
 
 def _without_matrix_units(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
@@ -163,7 +159,7 @@ def _without_matrix_units(launch: LaunchRow, launches: Launches, device: Device)
     return Cause(
         text="a product in XLA's loop emitter, one element of the result a thread, without matrix units. With "
         "autotuning (an attached GPU, or a recording of one) XLA first times the alternatives",
-        needed_us=needed_us(launch.bytes_read + launch.bytes_written, matrix, device),
+        needed_us=needed_us(launch.bytes_moved, matrix, device),
     )
 
 
@@ -173,7 +169,7 @@ def _poor_convolutions(launch: LaunchRow, launches: Launches, device: Device) ->
         return None
     if is_short_depthwise(launch):
         text = "a convolution of each channel alone: cuDNN's kernels for it reach a small part of the bandwidth"
-        return Cause(text=text, remedy=conv_texts.SHIFTED, key="depthwise")
+        return Cause(text=text, remedy=SHIFTED, key="depthwise")
     call = launch.facts.launched
     labels = convolution_labels(call) if call else None
     if call is None or labels is None:
@@ -210,7 +206,7 @@ def _one_hot_products(launch: LaunchRow, launches: Launches, device: Device) -> 
     if not is_product(launch) or launch.flops < _LARGE_PRODUCT or not (ones := one_hot_elements(launch, launches)):
         return None
     summed = max(1, launch.flops // (2 * shape_of(launch.outputs[0].shape).element_count))  # more is a workspace
-    moved = launch.bytes_read + launch.bytes_written - min(launch.bytes_read, 2 * ones)
+    moved = launch.bytes_moved - min(launch.bytes_read, 2 * ones)
     needed = needed_us(moved, Flops(), device)
     if min(summed, ones // summed) <= _FEW_ROWS or launch.needed_us < _MANY_NUMBERS * needed:
         return None
@@ -253,12 +249,11 @@ def _host_callbacks(launch: LaunchRow, launches: Launches, device: Device) -> Ca
 def _few_blocks(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
     """A kernel whose blocks leave most multiprocessors idle, though it has work for all."""
     blocks = prod(launch.grid) if launch.grid else 0
-    moved = launch.bytes_read + launch.bytes_written
+    moved = launch.bytes_moved
     if not 0 < blocks < _FEW_BLOCKS * device.core_count or moved < _LARGE_BYTES:
         return None
-    work = kind_of_work(launch).text
-    return Cause(text=f"{work}, in {blocks} blocks: {device.core_count - blocks} of the GPU's {device.core_count} "
-                 "multiprocessors have nothing to do")  # fmt: skip
+    idle = f"{device.core_count - blocks} of the GPU's {device.core_count} multiprocessors have nothing to do"
+    return Cause(text=f"{kind_of_work(launch)}, in {blocks} blocks: {idle}")
 
 
 def _exposed_link(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
@@ -294,12 +289,8 @@ RULES: tuple[Callable[[LaunchRow, Launches, Device], Cause | None], ...] = (
 """The most specific first."""
 
 
-def kind_of_work(launch: LaunchRow) -> Cause:
+def kind_of_work(launch: LaunchRow) -> str:
     """Names the work of a launch that no rule knows a cause for."""
-    return Cause(text=_work(launch))
-
-
-def _work(launch: LaunchRow) -> str:
     if is_product(launch):
         types = shape_of(launch.inputs[0].shape).element_type if launch.inputs else ""
         complexes = " of complex numbers, as several real ones" if types.startswith("c") else ""
@@ -323,23 +314,18 @@ def _work(launch: LaunchRow) -> str:
 def _reduction(launch: LaunchRow) -> str:
     for found in launch.facts.of("reduce"):
         operand = launch.facts.operand(found, 0)
-        layout = operand.shape.layout if operand else None
-        if operand is None or layout is None or not layout.minor_to_major:
+        if operand is None or not operand.shape.dimensions:
             continue
-        fastest = layout.minor_to_major[0]
+        fastest = operand.shape.minor_to_major[0]
         size = operand.shape.dimensions[fastest]
         reduced = integers(found, "dimensions")
         if fastest not in reduced:
             each = prod(operand.shape.dimensions[axis] for axis in reduced)
             turned = ", transposed as they are written" if has(launch, "transpose") else ""
             return f"sums over columns, of {each} elements each{turned}"
-        if size * _bytes(operand) % ALIGNED_BYTES:
+        if size * operand.shape.element_bytes % ALIGNED_BYTES:
             return f"a reduction of rows of {size} elements, which start at no multiple of 16 bytes"
     return "a reduction"
-
-
-def _bytes(found: Instruction) -> int:
-    return found.shape.byte_size // max(found.shape.element_count, 1)
 
 
 _KINDS: Mapping[str, str] = {

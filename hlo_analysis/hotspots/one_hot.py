@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hlo_analysis.hlo import Instruction
 from hlo_analysis.patterns.launch_patterns import is_product
-from hlo_analysis.program.facts import LaunchRow
+from hlo_analysis.program.facts import LaunchRow, maker
 
 _LAYOUTS = ("bitcast", "broadcast", "convert", "copy", "reshape", "transpose")
 _MOST_LAUNCHES = 2
@@ -35,15 +35,10 @@ class _Place:
         name, facts = self.instruction.operands[number], self.launch.facts
         if name in facts.instructions and name not in facts.parameters:
             return _Place(facts.instructions[name], self.launch, self.launches_before)
-        outside = facts.parameters.get(name, name)
-        producer = next((value.producer for value in self.launch.inputs if value.name == outside), None)
-        if producer is None or self.launches_before == _MOST_LAUNCHES or is_product(launches[producer]):
+        producer, made = maker(self.launch, name, launches) or (None, None)
+        if producer is None or made is None or self.launches_before == _MOST_LAUNCHES or is_product(producer):
             return None
-        own = launches[producer].facts
-        root = own.root
-        if root is not None and root.opcode == "tuple":
-            root = own.operand(root, int(outside.partition("#")[2] or 0))
-        return None if root is None else _Place(root, launches[producer], self.launches_before + 1)
+        return _Place(made, producer, self.launches_before + 1)
 
 
 def _is_one_hot(place: _Place, launches: Sequence[LaunchRow]) -> bool:

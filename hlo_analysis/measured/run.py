@@ -25,7 +25,7 @@ def measured_run(analysis: Analysis, capture: Capture) -> Analysis:
         return analysis
     run = json.loads(text)
     if "error" in run:
-        return _noted(analysis, f"Not measured: the program failed as it ran: {run['error']}")
+        return analysis.with_notes(f"Not measured: the program failed as it ran: {run['error']}")
     provenance = analysis.provenance
     gpu: Mapping[str, str] = run["gpu"]
     measured = Measured(
@@ -53,18 +53,9 @@ def measured_run(analysis: Analysis, capture: Capture) -> Analysis:
             launches=joined.launches,
         )
     except DumpError as error:
-        measured = replace(
-            measured,
-            notes=(
-                *measured.notes,
-                f"Only the wall clock was measured: {str(error).replace(str(profile), 'the profile')}.",
-            ),
-        )
+        note = f"Only the wall clock was measured: {str(error).replace(str(profile), 'the profile')}."
+        measured = replace(measured, notes=(*measured.notes, note))
     return with_measured(analysis, measured)
-
-
-def _noted(analysis: Analysis, note: str) -> Analysis:
-    return replace(analysis, provenance=replace(analysis.provenance, notes=(*analysis.provenance.notes, note)))
 
 
 def _unsteady(walls: Sequence[float]) -> tuple[str, ...]:

@@ -71,5 +71,5 @@ def _arguments(launch: Launch) -> dict[str, Any]:
         "scope": launch.scope,
         "source": launch.source or "",
         "estimated_us": round(launch.estimated_us, 3),
-        "bytes": launch.bytes_read + launch.bytes_written,
+        "bytes": launch.bytes_moved,
     }

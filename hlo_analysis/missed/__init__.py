@@ -17,10 +17,9 @@ Kinds of missed fusion, by module:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from hlo_analysis.catalogue import Catalogue
 from hlo_analysis.decisions import categories
 from hlo_analysis.missed.cost import Candidate, in_order
 from hlo_analysis.missed.kept_values import kept_for_gradients
@@ -29,10 +28,11 @@ from hlo_analysis.missed.odd_sizes import odd_sizes
 from hlo_analysis.missed.producer_consumer import between_launches, filled_for_loops, through_updates
 from hlo_analysis.missed.program import Program
 from hlo_analysis.missed.shared_reads import read_again, read_at_once
-from hlo_analysis.patterns.attention_scores import attention_scores
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.records import Decision, Device, Intermediate, MissedFusion
-from hlo_analysis.rules import attempt, gather
+from hlo_analysis.records import MissedFusion
+from hlo_analysis.rules import gather
+
+__all__ = ["Program", "rank"]
 
 _RULES: tuple[Callable[[Program], Iterator[Candidate]], ...] = (
     between_launches,
@@ -50,44 +50,17 @@ _RULES: tuple[Callable[[Program], Iterator[Candidate]], ...] = (
 _SMALLEST_SHARE = 0.05
 
 
-def rank(
-    launches: Sequence[LaunchRow],
-    intermediates: Sequence[Intermediate],
-    decisions: Sequence[Decision],
-    device: Device,
-    *,
-    outputs: Collection[str] = (),
-    donated: Collection[str] = (),
-    catalogue: Catalogue = (),
-) -> tuple[MissedFusion, ...]:
+def rank(program: Program) -> tuple[MissedFusion, ...]:
     """Ranks the missed fusions: first the one that saves most, then the one that saves most of what remains, and so on.
 
     Of a value that must be written anyway only the reads are at stake: an output of the program, what the forward pass
     keeps for the backward pass, or a buffer that its reader updates in place. Attention scores need not be kept, since
     a fused kernel computes them again. The rules know what XLA:GPU fuses and what helps there: of a program for a CPU
     they say nothing.
-
-    Args:
-        launches: the launch table.
-        intermediates: values that one launch writes and another reads.
-        decisions: from `decisions.decide`, for the reasons.
-        device: bandwidth and launch overhead.
-        outputs: names of values (as in `Intermediate.name`) that the program returns.
-        donated: names of the arguments whose buffers the program may overwrite.
-        catalogue: kernels that remedies may name.
     """
+    launches, device = program.launches, program.device
     if device.is_cpu:
         return ()
-    program = Program(
-        launches=launches,
-        intermediates=intermediates,
-        decisions=decisions,
-        device=device,
-        outputs=frozenset(outputs),
-        donated=frozenset(donated),
-        catalogue=catalogue,
-        scores=attempt(attention_scores, frozenset(), launches, intermediates),
-    )
     missed = [one for rule in _RULES for one in gather(rule, program) if _passes(one, launches)]
     return tuple(
         replace(one.found, rank=position, remaining_us=remaining)

@@ -48,23 +48,43 @@ class Candidate:
 
 
 def missed(
+    device: Device,
     value: Intermediate | Value,
     *,
     producer: int,
     consumers: tuple[int, ...],
-    stake: int,
-    saved_us: Mapping[int, float],
+    saved: Mapping[int, float],
     removed: Sequence[LaunchRow],
-    device: Device,
     ends: Sequence[LaunchRow],
     reason: str,
     category: str,
     remedy: Remedy,
+    is_hidden: bool = False,
+    other_us: Mapping[int, float] | None = None,
     slow_us: float = 0.0,
 ) -> Candidate:
-    """Makes the record with its times. ends: the launches whose traffic `share` divides by, the producer first."""
-    stake, saved_us = int(stake * remedy.portion), {index: time * remedy.portion for index, time in saved_us.items()}
-    traffic = sum((launch.bytes_read + launch.bytes_written) * launch.repeat for launch in ends)
+    """Makes the record with its times.
+
+    Args:
+        device: bandwidth and launch overhead.
+        value: what goes through HBM.
+        producer: index of the launch that writes it.
+        consumers: indices of those that read it.
+        saved: bytes that each launch no longer moves in one run of the program, by its index.
+        removed: launches that the fusion removes.
+        ends: the launches whose traffic `share` divides by, those of `saved` among them, the producer first.
+        reason: why they are apart.
+        category: of the reason.
+        remedy: what helps.
+        is_hidden: whether moving fewer bytes saves no time.
+        other_us: microseconds that launches save beside those of `saved`, by index.
+        slow_us: microseconds beyond the roofline that it saves.
+    """
+    by_index = {launch.index: launch for launch in ends}
+    times = {index: 0.0 if is_hidden else memory_us(by_index[index], count, device) for index, count in saved.items()}
+    saved_us = {index: time * remedy.portion for index, time in (times | dict(other_us or {})).items()}
+    stake = int(round(sum(saved.values())) * remedy.portion)
+    traffic = sum(launch.bytes_moved * launch.repeat for launch in ends)
     overhead = remedy.portion * sum(overhead_us(launch, device) for launch in removed)
     found = MissedFusion(
         rank=0,
@@ -104,7 +124,7 @@ def memory_us(launch: LaunchRow, byte_count: float, device: Device) -> float:
 
 def is_busy(launch: LaunchRow, device: Device) -> bool:
     """Whether a launch moves its bytes in less time than its instructions take, so that moving fewer saves none."""
-    moved = (launch.bytes_read + launch.bytes_written) / (device.memory_bandwidth or 1) * 1e6
+    moved = launch.bytes_moved / (device.memory_bandwidth or 1) * 1e6
     return moved < 0.95 * device.efficiency.memory * (launch.estimated_us - device.efficiency.kernel_us)
 
 

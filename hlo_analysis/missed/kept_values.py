@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.cost import Candidate, is_busy, memory_us, missed, read_by_each, written
+from hlo_analysis.missed.cost import Candidate, is_busy, missed, read_by_each, written
 from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.launch_patterns import elementwise_inputs
 from hlo_analysis.records import Intermediate
@@ -27,17 +27,14 @@ def kept_for_gradients(program: Program) -> Iterator[Candidate]:
         read = {reader: sum(read_by_each(value, launches)[reader] for value in values) for reader in indices}
         largest = max(values, key=lambda value: value.bytes)
         remedy = kept_value_remedy(table, producer, program.catalogue)
-        saved_us = {end.index: memory_us(end, read.get(end.index, made), device) for end in (producer, *readers)}
-        if remedy is CHECKPOINTED and is_busy(producer, device):
-            saved_us = dict.fromkeys(saved_us, 0.0)
         yield missed(
+            device,
             largest,
             producer=index,
             consumers=indices,
-            stake=made + sum(read.values()),
-            saved_us=saved_us,
+            saved={index: made, **read},
+            is_hidden=remedy is CHECKPOINTED and is_busy(producer, device),
             removed=(),
-            device=device,
             ends=[producer, *readers],
             reason="[kept for the backward pass, which could compute it from what it reads]",
             category=categories.KEPT,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hlo_analysis.decisions import categories
 from hlo_analysis.hlo.attributes import integers
-from hlo_analysis.missed.cost import Candidate, memory_us, missed
+from hlo_analysis.missed.cost import Candidate, missed
 from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.launch_patterns import has, only_moves
 from hlo_analysis.program.facts import LaunchRow
@@ -35,13 +35,12 @@ def _transposed(
     keeps_stack = bool(orders) and all(order[0] == 0 for order in orders)
     does = "read" if producer in moves else "write"
     return missed(
+        device,
         value,
         producer=producer.index,
         consumers=value.consumers,
-        stake=sum(map(_moved, moves)),
-        saved_us={move.index: memory_us(move, _moved(move), device) for move in moves},
+        saved={move.index: move.bytes_moved * move.repeat for move in moves},
         removed=moves,
-        device=device,
         ends=[*moves, *steps],
         reason=f"[all of it is transposed in each call, and the steps of a loop {does} it slice by slice]",
         category=categories.BOUNDARY,
@@ -65,7 +64,3 @@ def _transposes_argument(launch: LaunchRow, value: Intermediate) -> bool:
     given = launch.inputs[0] if launch.inputs else None
     is_whole = given is not None and given.producer is None and given.bytes == value.bytes == launch.bytes_written
     return is_whole and only_moves(launch) and has(launch, "transpose")
-
-
-def _moved(launch: LaunchRow) -> int:
-    return (launch.bytes_read + launch.bytes_written) * launch.repeat

@@ -30,14 +30,13 @@ def odd_sizes(program: Program) -> Iterator[Candidate]:
         operands = [value for value in products[0].inputs if size in shape_of(value.shape).dimensions]
         value = max(operands or products[0].inputs, key=lambda value: value.bytes)
         yield missed(
+            program.device,
             value,
             producer=products[0].index if value.producer is None else value.producer,
             consumers=tuple(product.index for product in products),
-            stake=0,
-            saved_us={},
+            saved={},
             removed=(),
             slow_us=sum(_slow_us(product, program.device) for product in products),
-            device=program.device,
             ends=products,
             reason=f"[rows of {size} elements are multiplied, which no cuBLAS kernel takes; products: {len(products)}]",
             category=categories.ODD_SIZE,
@@ -52,7 +51,7 @@ def _odd_size(product: LaunchRow) -> int:
             operand = product.facts.operand(dot, number)
             if operand is not None and len(operand.shape.dimensions) > 1 and operand.shape.element_count:
                 shape = operand.shape
-                size = shape.dimensions[shape.layout.minor_to_major[0] if shape.layout else -1]
+                size = shape.dimensions[shape.minor_to_major[0]]
                 if size * shape.byte_size // shape.element_count % ALIGNED_BYTES:
                     return size
     return 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.cost import Candidate, memory_us, missed, read_by_each, updates_in_place, written
+from hlo_analysis.missed.cost import Candidate, missed, read_by_each, updates_in_place, written
 from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.attention_scores import attention_products
 from hlo_analysis.patterns.launch_patterns import (
@@ -25,7 +25,7 @@ from hlo_analysis.patterns.launch_patterns import (
 from hlo_analysis.patterns.pair_patterns import scatters_rows
 from hlo_analysis.patterns.redundant_reads import find_ancestors
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.records import Decision, Device, Intermediate
+from hlo_analysis.records import Decision, Intermediate
 from hlo_analysis.remedies import Remedy, Table, of_filled, takes_part, vertical_remedy
 from hlo_analysis.remedies.grouped import is_grouped, wasted_us
 from hlo_analysis.remedies.loop_texts import INVARIANT
@@ -90,17 +90,17 @@ def between_launches(program: Program) -> Iterator[Candidate]:
         if remedy.pattern == "attention" and is_wide:
             remedy = ATTENTION_CAST
         named = remedy.named(program.catalogue, ends)
-        at_stake, saved_us, removed = _saved(
-            remedy, table, ancestors, producer, near, stakes, device, keeps_input=named.keeps_input
-        )
+        saved, removed = _saved(remedy, table, ancestors, producer, near, stakes, keeps_input=named.keeps_input)
         yield missed(
+            device,
             largest,
             producer=index,
             consumers=indices,
-            stake=at_stake,
-            saved_us=saved_us,
+            saved=saved,
             removed=removed,
-            device=device,
+            # What a collective sends is written in any case: the link's time is at stake, a hotspot's.
+            is_hidden=remedy is OVERLAP,
+            other_us=wasted_us(table, near, device.launch_overhead_us) if is_grouped(remedy) else None,
             ends=[producer, *(reader for reader in near if reader is not producer)],
             reason=reason,
             category=category,
@@ -148,72 +148,61 @@ def _saved(
     producer: LaunchRow,
     near: Sequence[LaunchRow],
     stakes: Sequence[_Stake],
-    device: Device,
     *,
     keeps_input: bool,
-) -> tuple[int, dict[int, float], Sequence[LaunchRow]]:
-    """Returns the bytes that a remedy saves, the microseconds by launch, and the launches that it removes."""
+) -> tuple[dict[int, float], Sequence[LaunchRow]]:
+    """Returns the bytes that a remedy saves, by index of the launch, and the launches that it removes."""
     if remedy is ROWS_UPDATED:
-        return *_traffic((producer, *near), device), [producer]
+        return {end.index: end.bytes_moved * end.repeat for end in (producer, *near)}, [producer]
     if is_grouped(remedy):
         is_inside = producer.index in table.expanded  # else the kernel reads it where a launch masks it
-        at_stake, saved_us = _cost(producer, near, stakes, device) if is_inside else _reads(near, stakes, device)
-        return at_stake, saved_us | wasted_us(table, near, device.launch_overhead_us), [producer] * is_inside
+        return _moved(producer, near, stakes) if is_inside else _read(near, stakes), [producer] * is_inside
     if remedy is INVARIANT:
-        return *_traffic([producer], device), [producer]
+        return {producer.index: producer.bytes_moved * producer.repeat}, [producer]
     if remedy is LINEAR_PROLOGUE and producer.kind != "copy":
-        at_stake, saved_us = _cost(producer, near, stakes, device)
+        moved = _moved(producer, near, stakes)
         # Each reader does the work itself, and reads what it is made of.
-        left = at_stake - producer.bytes_read * producer.repeat * (len(near) - 1)
-        return left, {index: time * max(left, 0) / max(at_stake, 1) for index, time in saved_us.items()}, [producer]
+        again = producer.bytes_read * producer.repeat * (len(near) - 1)
+        left = max(0.0, 1 - again / max(sum(moved.values()), 1))
+        return {index: count * left for index, count in moved.items()}, [producer]
     if keeps_input and not is_residual_sum(producer):
         if not takes_part(table, producer):
-            return *_reads(near[1:], stakes, device), []
+            return _read(near[1:], stakes), []
         # The kernel's gradient computes again what is made of the rows' sums.
         stakes = [stake if elementwise_inputs(producer, stake.value.name) else _unkept(stake) for stake in stakes]
-    if remedy is OVERLAP:  # its value is written for the others in any case: the link's time is at stake, a hotspot's
-        return _cost(producer, near, stakes, device)[0], {}, []
     if remedy in (EPILOGUE, LINEAR_EPILOGUE):
         first = [reader for reader in near if not any(ancestors[reader.index] >> other.index & 1 for other in near)]
         if len(first) < len(near):  # the others need what other launches make of the first, and read what is written
-            return *_reads(first, stakes, device), []
-    return *_cost(producer, near, stakes, device), _removed(remedy, producer, near)
+            return _read(first, stakes), []
+    return _moved(producer, near, stakes), _removed(remedy, producer, near)
 
 
 def _unkept(stake: _Stake) -> _Stake:
     return replace(stake, also_needed_by="") if stake.also_needed_by == _ELSEWHERE else stake
 
 
-def _cost(
-    producer: LaunchRow, near: Sequence[LaunchRow], stakes: Sequence[_Stake], device: Device
-) -> tuple[int, dict[int, float]]:
-    """Returns the bytes that need not move, and the microseconds that each launch saves."""
+def _moved(producer: LaunchRow, near: Sequence[LaunchRow], stakes: Sequence[_Stake]) -> dict[int, float]:
+    """Returns the bytes that each launch moves of the values and need not."""
     unwritten = sum(stake.written for stake in stakes if not stake.also_needed_by)
     if producer.kind == "copy" and unwritten:  # its readers read what was copied in its place
-        at_stake = unwritten + producer.bytes_read * producer.repeat
-        return at_stake, {producer.index: memory_us(producer, at_stake, device)}
-    read, saved_us = _reads(near, stakes, device)
-    saved_us[producer.index] = saved_us.get(producer.index, 0.0) + memory_us(producer, unwritten, device)
-    return unwritten + read, saved_us
+        return {producer.index: unwritten + producer.bytes_read * producer.repeat}
+    moved = _read(near, stakes)
+    return moved | {producer.index: moved.get(producer.index, 0) + unwritten}
 
 
-def _reads(readers: Sequence[LaunchRow], stakes: Sequence[_Stake], device: Device) -> tuple[int, dict[int, float]]:
-    """Returns the bytes that launches read of the values, and the microseconds that each launch saves."""
-    read = {reader.index: sum(stake.read[reader.index] for stake in stakes) for reader in readers}
-    return sum(read.values()), {reader.index: memory_us(reader, read[reader.index], device) for reader in readers}
-
-
-def _traffic(launches: Sequence[LaunchRow], device: Device) -> tuple[int, dict[int, float]]:
-    """Returns all bytes that launches move, and the microseconds that each launch saves."""
-    moved = {launch.index: (launch.bytes_read + launch.bytes_written) * launch.repeat for launch in launches}
-    return sum(moved.values()), {launch.index: memory_us(launch, moved[launch.index], device) for launch in launches}
+def _read(readers: Sequence[LaunchRow], stakes: Sequence[_Stake]) -> dict[int, float]:
+    """Returns the bytes that each launch reads of the values."""
+    return {reader.index: sum(stake.read[reader.index] for stake in stakes) for reader in readers}
 
 
 def _removed(remedy: Remedy, producer: LaunchRow, readers: Sequence[LaunchRow]) -> Sequence[LaunchRow]:
     """Returns the launches that a remedy removes.
 
-    A product that is no longer split-K stays, and so does a launch that adds its parts beside other work.
+    A product that is no longer split-K stays, and so does a launch that adds its parts beside other work, and one that
+    writes what a collective sends.
     """
+    if remedy is OVERLAP:
+        return []
     if remedy is not WHOLE_SUM:
         return [producer]
     return [reader for reader in readers if {opcode for opcode, _ in reader.opcodes} <= {"reduce", "convert"}]
@@ -248,7 +237,7 @@ class _Reasons:
 
 def through_updates(program: Program) -> Iterator[Candidate]:
     """Yields gradients of picks by index: arrays that one launch writes, a scatter updates and a third reads whole."""
-    launches, device, outputs = program.launches, program.device, program.outputs
+    launches, outputs = program.launches, program.outputs
     updated = {(value.producer, value.bytes): value for value in program.intermediates}
     for value in program.intermediates:
         producer, after = launches[value.producer], updated.get((value.consumers[0], value.bytes))
@@ -273,13 +262,12 @@ def through_updates(program: Program) -> Iterator[Candidate]:
         ):
             once = value.bytes * producer.repeat
             yield missed(
+                program.device,
                 value,
                 producer=producer.index,
                 consumers=tuple(indices),
-                stake=once * (1 + len(readers)),
-                saved_us={end.index: memory_us(end, once, device) for end in (producer, *readers)},
+                saved={end.index: once for end in (producer, *readers)},
                 removed=(),
-                device=device,
                 ends=[producer, update, *readers],
                 reason=f"[{update.name} updates {update.bytes_written} of its bytes in place before they are read]",
                 category=categories.IN_PLACE,
@@ -289,7 +277,7 @@ def through_updates(program: Program) -> Iterator[Candidate]:
 
 def filled_for_loops(program: Program) -> Iterator[Candidate]:
     """Yields arrays filled with one value before a loop overwrites all of them, as the stacks of `lax.scan`."""
-    launches, device = program.launches, program.device
+    launches = program.launches
     whole: dict[int, dict[Intermediate, list[LaunchRow]]] = defaultdict(dict)
     for value in program.intermediates:
         filler = launches[value.producer]
@@ -302,16 +290,14 @@ def filled_for_loops(program: Program) -> Iterator[Candidate]:
             whole[value.producer][value] = writers
     for index, values in whole.items():
         filler, largest = launches[index], max(values, key=lambda value: value.bytes)
-        stake = sum(value.bytes for value in values) * filler.repeat
         writers = {writer.index: writer for found in values.values() for writer in found}
         yield missed(
+            program.device,
             largest,
             producer=index,
             consumers=tuple(sorted(writers)),
-            stake=stake,
-            saved_us={index: memory_us(filler, stake, device)},
+            saved={index: sum(value.bytes for value in values) * filler.repeat},
             removed=[filler],
-            device=device,
             ends=[filler, *writers.values()],
             reason="[a loop writes over all of it, a part in each of its runs]",
             category=categories.BOUNDARY,
@@ -326,7 +312,7 @@ def _is_one_a_row(producer: LaunchRow, update: LaunchRow) -> bool:
 
 
 def _also_needed_by(
-    value: Intermediate, producer: LaunchRow, near: Sequence[LaunchRow], readers: int, outputs: frozenset[str]
+    value: Intermediate, producer: LaunchRow, near: Sequence[LaunchRow], readers: int, outputs: Collection[str]
 ) -> str:
     """Says who needs a value in memory besides the readers that could join its producer; '' if nobody does."""
     if producer.repeat > 1 and producer.bytes_written >= value.bytes:  # only a loop's last run leaves it to others

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from hlo_analysis.catalogue import Catalogue
+from hlo_analysis.patterns.attention_scores import attention_scores
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Decision, Device, Intermediate
 from hlo_analysis.remedies import Table
+from hlo_analysis.rules import attempt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +25,20 @@ class Program:
     outputs: names of values (as in `Intermediate.name`) that the program returns.
     donated: names of the arguments whose buffers the program may overwrite.
     catalogue: kernels that remedies may name.
-    scores: names of the values that are attention scores, or are made from them.
     """
 
     launches: Sequence[LaunchRow]
     intermediates: Sequence[Intermediate]
     decisions: Sequence[Decision]
     device: Device
-    outputs: frozenset[str]
-    donated: frozenset[str]
-    catalogue: Catalogue
-    scores: frozenset[str]
+    outputs: Collection[str] = ()
+    donated: Collection[str] = ()
+    catalogue: Catalogue = ()
+
+    @cached_property
+    def scores(self) -> frozenset[str]:
+        """Returns the names of the values that are attention scores, or are made from them."""
+        return attempt(attention_scores, frozenset(), self.launches, self.intermediates)
 
     @cached_property
     def table(self) -> Table:

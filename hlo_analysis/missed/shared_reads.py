@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed.cost import Candidate, memory_us, missed, read_by_each
+from hlo_analysis.missed.cost import Candidate, missed, read_by_each
 from hlo_analysis.missed.program import Program
 from hlo_analysis.patterns.launch_patterns import PRODUCTS
 from hlo_analysis.patterns.redundant_reads import find_ancestors, find_rereads
@@ -19,7 +19,7 @@ _MERGEABLE = PRODUCTS | {"loop", "reduction", "transpose", "concatenate", "trito
 
 def read_at_once(program: Program) -> Iterator[Candidate]:
     """Launches that depend on one another in no way and read the same values."""
-    launches, device = program.launches, program.device
+    launches = program.launches
     readers: dict[str, list[LaunchRow]] = defaultdict(list)
     values: dict[str, Value] = {}
     for launch in launches:
@@ -46,13 +46,12 @@ def read_at_once(program: Program) -> Iterator[Candidate]:
         largest, stake = values[name], sum(shared.values())
         what = f"{name} and {len(shared) - 1} more" if len(shared) > 1 else name
         yield missed(
+            program.device,
             largest,
             producer=indices[0] if largest.producer is None else largest.producer,
             consumers=indices,
-            stake=stake,
-            saved_us={launch.index: memory_us(launch, stake / len(group[1:]), device) for launch in group[1:]},
+            saved={launch.index: stake / len(group[1:]) for launch in group[1:]},
             removed=group[1:],
-            device=device,
             ends=group,
             reason=f"[{len(group)} launches each read {what} anew]",
             category=categories.SHARED_INPUT,
@@ -64,16 +63,14 @@ def read_again(program: Program) -> Iterator[Candidate]:
     """Yields arguments of which one kernel could read each row once, with its sum and with what needs the sum."""
     for found in find_rereads(program.launches):
         first, *later = found.readers
-        again = found.value.bytes * first.repeat
-        removed, ends = [*later, *found.between], [*found.readers, *found.between]
+        ends = [*found.readers, *found.between]
         yield missed(
+            program.device,
             found.value,
             producer=first.index,
             consumers=tuple(launch.index for launch in found.readers),
-            stake=again * len(later),
-            saved_us={launch.index: memory_us(launch, again, program.device) for launch in later},
-            removed=removed,
-            device=program.device,
+            saved={launch.index: found.value.bytes * first.repeat for launch in later},
+            removed=[*later, *found.between],
             ends=ends,
             reason=f"[{len(found.readers)} launches read {found.value.name}, the later ones after sums over its rows]",
             category=categories.SHARED_INPUT,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache, lru_cache
-from math import prod
+from functools import cache
 
-from hlo_analysis.patterns.launch_patterns import has, is_batched, is_product
+from hlo_analysis.patterns.launch_patterns import has, is_batched, is_product, shape_of
 from hlo_analysis.patterns.softmax_stages import Flow, Stage, follow
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Intermediate, Value
@@ -64,17 +63,12 @@ def attention_products(
 
 def last_size(value: Intermediate | Value) -> int:
     """The last dimension, 1 where there is none."""
-    return (1, *_sizes(value.shape))[-1]
+    return (1, *shape_of(value.shape).dimensions)[-1]
 
 
 def elements(value: Intermediate | Value) -> int:
     """Number of elements, read off the shape's text."""
-    return prod(_sizes(value.shape))
-
-
-@lru_cache(maxsize=1024)
-def _sizes(shape: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in shape.partition("[")[2].partition("]")[0].split(",") if size.isdecimal())
+    return shape_of(value.shape).element_count
 
 
 def _sums_products(launch: LaunchRow, scores: Intermediate) -> bool:

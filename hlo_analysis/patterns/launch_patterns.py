@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from hlo_analysis.hlo import Instruction, Shape, parse_shape
 from hlo_analysis.hlo.attributes import (
+    PYTHON_TARGETS,
     DotDimensions,
     dot_dimensions,
     gemm_config,
@@ -35,10 +36,9 @@ _OF_OTHER_ELEMENTS = frozenset(("reduce", "reduce-window", "dot", "gather", "sca
 SMALL_SIZE = 16
 """Coordinates, colours and quadrature points are at most so many."""
 
-# Threefry has 20 rounds, each with an exclusive or.
-_ROUNDS = 20
-_CALLBACKS = ("xla_ffi_python_", "xla_ffi_partitioned_python_")
-_SIXTEEN_BITS = ("bf16", "f16")
+ROUNDS = 20
+"""Threefry has 20 rounds, each with an exclusive or."""
+SIXTEEN_BITS = ("bf16", "f16")
 _INTEGERS = ("s8", "u8", "s4", "u4")
 
 
@@ -71,7 +71,7 @@ def convolves(launch: LaunchRow) -> bool:
 
 def calls_python(launch: LaunchRow) -> bool:
     """Whether it calls back to Python on the host, as `jax.debug.print` and `pure_callback` do."""
-    return launch.kind == "custom_call" and any(target.startswith(_CALLBACKS) for target in launch.facts.targets)
+    return launch.kind == "custom_call" and any(target.startswith(PYTHON_TARGETS) for target in launch.facts.targets)
 
 
 def is_library_kernel(launch: LaunchRow) -> bool:
@@ -139,7 +139,7 @@ def takes_sixteen_bits(product: LaunchRow) -> bool:
     """Whether both factors of a product are bfloat16 or float16."""
     known = factors(product)
     shapes = known[:2] if known else [shape_of(value.shape) for value in product.inputs[:2]]
-    return all(shape.element_type in _SIXTEEN_BITS for shape in shapes)
+    return all(shape.element_type in SIXTEEN_BITS for shape in shapes)
 
 
 def changes_layout(launch: LaunchRow) -> bool:
@@ -187,9 +187,9 @@ def sums_columns(launch: LaunchRow) -> bool:
 
 def _keeps_last_axis(facts: LaunchFacts, reduction: Instruction) -> bool:
     operand = facts.operand(reduction, 0)
-    if operand is None or operand.shape.layout is None or not operand.shape.layout.minor_to_major:
+    if operand is None or not operand.shape.dimensions:
         return False
-    return operand.shape.layout.minor_to_major[0] not in integers(reduction, "dimensions")
+    return operand.shape.minor_to_major[0] not in integers(reduction, "dimensions")
 
 
 def normalizes(launch: LaunchRow) -> bool:
@@ -252,7 +252,7 @@ def is_norm(launch: LaunchRow) -> bool:
 def draws_in_a_loop(launch: LaunchRow) -> bool:
     """Whether a launch in a loop mostly makes random bits, and takes no longer than the least time of a launch."""
     found = dict(launch.opcodes)
-    return launch.repeat > 1 and launch.limiter == "overhead" and found.get("xor", 0) >= _ROUNDS
+    return launch.repeat > 1 and launch.limiter == "overhead" and found.get("xor", 0) >= ROUNDS
 
 
 def is_invariant(launch: LaunchRow) -> bool:

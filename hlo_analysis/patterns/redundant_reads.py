@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hlo_analysis.patterns.attention_scores import elements
+from hlo_analysis.patterns.attention_scores import elements, last_size
 from hlo_analysis.patterns.launch_patterns import has, is_product, sums_columns
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.records import Value
@@ -35,12 +35,12 @@ def find_ancestors(launches: Sequence[LaunchRow]) -> list[int]:
     """Returns for each launch those that it depends on, as bits of an integer."""
     ancestors: list[int] = []
     for launch in launches:
-        needed = {value.producer for value in launch.inputs}
+        needed = {*launch.producers}
         if launch.index and _continues(launches[launch.index - 1], launch):
             needed.add(launch.index - 1)
         bits = 0
         for index in needed:
-            if index is not None and index < launch.index:
+            if index < launch.index:
                 bits |= ancestors[index] | (1 << index)
         ancestors.append(bits)
     return ancestors
@@ -101,8 +101,7 @@ def _needs_others(
 ) -> bool:
     """Whether sums of other arrays are put together with those of this one, as in the norm of all gradients."""
     producers = {first.index, *(launch.index for launch in path)}
-    given = {value.producer for launch in (*path, last) for value in launch.inputs} - producers - {None}
-    others = [launches[index] for index in given if index is not None]
+    others = [launches[index] for launch in (*path, last) for index in launch.producers if index not in producers]
     return any(has(other, "reduce") and all(value.name != name for value in other.inputs) for other in others)
 
 
@@ -117,10 +116,6 @@ def _passes_only_sums(path: Sequence[LaunchRow], first: LaunchRow, last: LaunchR
     passed = [given for launch in (*path, last) for given in launch.inputs if given.producer in producers]
     sums = min(passed, key=elements)
     row = value.bytes / elements(sums)
-    if _last_size(sums) == _last_size(value):  # sums over columns: as many at a time as memory hands out together
+    if last_size(sums) == last_size(value):  # sums over columns: as many at a time as memory hands out together
         row *= _SECTOR * elements(value) / value.bytes
     return row <= _LARGEST_ROW and all(given.bytes * _SMALLEST_RATIO <= value.bytes for given in passed)
-
-
-def _last_size(value: Value) -> str:
-    return value.shape.rstrip("]").rpartition("[")[2].rpartition(",")[2]

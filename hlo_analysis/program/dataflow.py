@@ -55,8 +55,7 @@ def leaf_shape(shape: Shape, path: Path) -> Shape:
 
 def trip_count(loop: Instruction) -> int | None:
     """Returns the trip count that XLA found for a `while`, or None."""
-    config = loop.backend_config
-    known = config.get("known_trip_count") if isinstance(config, dict) else None
+    known = loop.backend_config.get("known_trip_count")
     return int(known["n"]) if known else None
 
 
@@ -67,15 +66,12 @@ def behind_aliases(computation: Computation, instruction: Instruction) -> Instru
     return instruction
 
 
-def returned_by(body: Computation) -> list[tuple[Path, Instruction]]:
-    """Returns the instructions whose values a fusion writes: one for its root, or for each element of a root tuple.
-
-    Views such as bitcasts are followed back to the instruction that made the bytes.
-    """
+def roots(body: Computation) -> list[tuple[Path, Instruction]]:
+    """Returns the results of a fusion: the elements of its root tuple, or the root."""
     root = body.root_instruction
     if root.opcode == "tuple":
-        return [((index,), behind_aliases(body, body.instructions[name])) for index, name in enumerate(root.operands)]
-    return [((), behind_aliases(body, root))]
+        return [((index,), body.instructions[name]) for index, name in enumerate(root.operands)]
+    return [((), root)]
 
 
 class Dataflow:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -92,6 +92,25 @@ class LaunchRow(Launch):
     def record(self) -> Launch:
         """Returns only the record."""
         return Launch(**{found.name: getattr(self, found.name) for found in fields(Launch)})
+
+
+def maker(launch: LaunchRow, name: str, launches: Sequence[LaunchRow]) -> tuple[LaunchRow, Instruction | None] | None:
+    """Returns the launch that writes what another launch reads, and the instruction in it that makes the value.
+
+    Args:
+        launch: the reader.
+        name: the value's in the reader, as an operand or as a parameter of its fused computation.
+        launches: the launch table.
+    """
+    outside = launch.facts.parameters.get(name, name)
+    index = next((value.producer for value in launch.inputs if value.name == outside), None)
+    if index is None:
+        return None
+    facts = launches[index].facts
+    root = facts.root
+    if root is not None and root.opcode == "tuple":
+        root = facts.operand(root, int(outside.partition("#")[2] or 0))
+    return launches[index], root
 
 
 def facts_of(module: Module, instruction: Instruction, sources: Mapping[str, str] | None = None) -> LaunchFacts:

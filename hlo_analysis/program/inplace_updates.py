@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hlo_analysis.hlo import Computation, Instruction, Module
-from hlo_analysis.program.dataflow import VIEWS, Path
+from hlo_analysis.program.dataflow import VIEWS, Path, roots
 
 
 def scatter_inputs(instruction: Instruction) -> int:
@@ -25,14 +25,6 @@ def in_place_base(body: Computation, instruction: Instruction) -> tuple[Instruct
             instruction = body.instructions[instruction.operands[0]]
         else:
             return (instruction, written) if written and instruction.opcode == "parameter" else None
-
-
-def roots(body: Computation) -> list[tuple[Path, Instruction]]:
-    """Returns the results of a fusion: the elements of its root tuple, or the root."""
-    root = body.root_instruction
-    if root.opcode == "tuple":
-        return [((index,), body.instructions[name]) for index, name in enumerate(root.operands)]
-    return [((), root)]
 
 
 def in_place_chain(body: Computation) -> frozenset[str]:

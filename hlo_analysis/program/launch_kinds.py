@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hlo_analysis.hlo import Instruction, Module
-from hlo_analysis.hlo.attributes import custom_call_target
-from hlo_analysis.program.dataflow import returned_by
+from hlo_analysis.hlo.attributes import custom_call_target, fusion_config
+from hlo_analysis.program.dataflow import behind_aliases, roots
 from hlo_analysis.records import LaunchKind
 
 EMITTERS: frozenset[LaunchKind] = frozenset({"loop", "reduction", "transpose", "concatenate", "scatter"})
@@ -110,9 +110,7 @@ def kind_of(module: Module, instruction: Instruction | None, thunk_kind: str) ->
 
 def _fusion_kind(module: Module, instruction: Instruction) -> LaunchKind:
     inside = {opcode for opcode, _ in opcode_counts(module, instruction)}
-    config = instruction.backend_config
-    settings = config.get("fusion_backend_config") or {} if isinstance(config, dict) else {}
-    generator = settings.get("kind", "")
+    generator = fusion_config(instruction).get("kind", "")
     if generator.startswith("__triton"):
         products = {"dot", "scaled-dot", "convolution"}
         return "triton_gemm" if "gemm" in generator or products & inside else "triton"
@@ -122,7 +120,8 @@ def _fusion_kind(module: Module, instruction: Instruction) -> LaunchKind:
         return "sort"
     match instruction.attributes.get("kind"):
         case "kInput":
-            returned = {root.opcode for _, root in returned_by(module.computations[instruction.called[0]])}
+            body = module.computations[instruction.called[0]]
+            returned = {behind_aliases(body, root).opcode for _, root in roots(body)}
             for candidates in (returned, inside):
                 for opcode, kind in _HEROES:
                     if opcode in candidates:
@@ -147,8 +146,7 @@ def is_untuned_product(instruction: Instruction, kind: LaunchKind) -> bool:
 
 def _is_native_product(instruction: Instruction) -> bool:
     """Whether a launch is a matrix product that XLA's config assigner took away from Triton."""
-    config = instruction.backend_config
-    return isinstance(config, dict) and "native_emitter_backend_config" in config
+    return "native_emitter_backend_config" in instruction.backend_config
 
 
 def is_attention(instruction: Instruction, kernel: str | None) -> bool:

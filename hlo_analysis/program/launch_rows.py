@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
 from hlo_analysis.costs.coalescing import cache_bytes
-from hlo_analysis.costs.estimate import Work, estimate, longest
+from hlo_analysis.costs.estimate import Work, estimate, longest, needed_us
 from hlo_analysis.costs.flops import Flops, flops_of
 from hlo_analysis.costs.link import group_axes, link_bytes
-from hlo_analysis.costs.needed import needed_us
 from hlo_analysis.costs.occupancy import MultiprocessorLimits, occupancy
 from hlo_analysis.costs.pipeline import steps_of
 from hlo_analysis.costs.resources import Resources, kernel_name
@@ -128,14 +127,10 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         cache_bytes=cache_bytes(module, instruction, emitter, math.prod((*(blocks or (0,)), *threads))),
         link_bytes=sent,
     )
-    launch = LaunchRow(
-        index=index,
-        thunk_id=thunk.id,
-        name=instruction.name,
+    launch = replace(
+        row_of_thunk(index, site, context).launch,
         kernel=kernel,
         kind=kind,
-        computation=context.flow.home(site.computation.name),
-        repeat=site.repeat,
         grid=grid,
         block=block,
         shared_memory_bytes=shared,

@@ -7,7 +7,8 @@ work, not the launches. Where there is no list (a capture without ptxas, XLA:CPU
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from hlo_analysis.errors import DumpError
 from hlo_analysis.hlo import Computation, Instruction, Module
@@ -30,6 +31,8 @@ _SILENT_OPCODES: dict[str, str] = {
         for name in ("copy", "all-gather", "all-reduce", "collective-permute")
     },
 }
+
+_EVERY_BRANCH = "A conditional runs one of its branches: every branch is counted as if it ran."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +132,7 @@ def _walk(
             yield thunk, own, repeat
             continue
         if thunk.kind == "kConditional":
-            notes["A conditional runs one of its branches: every branch is counted as if it ran."] = None
+            notes[_EVERY_BRANCH] = None
         for child in thunk.children:
             times = repeat
             if thunk.kind == "kWhile":
@@ -150,23 +153,9 @@ def _times(loop: Instruction | None, region: str, notes: dict[str, None]) -> int
 def _number_steps(sites: list[Site]) -> tuple[Site, ...]:
     """Number the launches of an instruction that needs several in a row."""
     numbered: list[Site] = []
-    start = 0
-    while start < len(sites):
-        end = start + 1
-        while end < len(sites) and sites[end].instruction is sites[start].instruction is not None:
-            end += 1
-        numbered += [
-            Site(
-                thunk=site.thunk,
-                computation=site.computation,
-                instruction=site.instruction,
-                repeat=site.repeat,
-                step=step,
-                steps=end - start,
-            )
-            for step, site in enumerate(sites[start:end])
-        ]
-        start = end
+    for _, found in groupby(sites, key=lambda site: site.instruction or site.thunk.id):
+        run = list(found)
+        numbered += [replace(site, step=step, steps=len(run)) for step, site in enumerate(run)]
     return tuple(numbered)
 
 
@@ -185,7 +174,7 @@ def _from_module(module: Module) -> LaunchTable:
                         region = "body" if instruction.attributes["body"].lstrip("%") == name else "condition"
                         times *= _times(instruction, region, notes)
                     elif instruction.opcode == "conditional":
-                        notes["A conditional runs one of its branches: every branch is counted as if it ran."] = None
+                        notes[_EVERY_BRANCH] = None
                     yield from visit(module.computations[name], times)
             elif instruction.opcode not in _SILENT_OPCODES:
                 yield Site(thunk=Thunk(id=0, kind=""), computation=computation, instruction=instruction, repeat=repeat)

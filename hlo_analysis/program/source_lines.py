@@ -19,10 +19,9 @@ def source_lines(module: Module, wanted: Collection[str], created: str) -> tuple
         created: when the program was captured (ISO 8601); a file written later may have other lines. '' if unknown.
     """
     paths: dict[str, str] = {}
-    for computation in module.computations.values():
-        for instruction in computation.instructions.values():
-            for frame in instruction.metadata.frames if instruction.metadata else ():
-                paths.setdefault(f"{frame.file.rpartition('/')[2]}:{frame.line}", frame.file)
+    for instruction in module.instructions.values():
+        for frame in instruction.metadata.frames if instruction.metadata else ():
+            paths.setdefault(f"{frame.file.rpartition('/')[2]}:{frame.line}", frame.file)
     texts = {
         line: linecache.getline(paths[line], int(line.rpartition(":")[2])).strip()
         for line in sorted(wanted)

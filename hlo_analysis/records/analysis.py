@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hlo_analysis.records.edges import Decision, Intermediate, MissedFusion
@@ -214,6 +214,11 @@ class Analysis:
             f"{self.traffic.bytes:,} bytes of {self.device.memory_name} traffic, roofline {self.roofline_us:.1f} us, "
             f"{len(self.decisions)} decisions, {len(self.missed)} missed fusions)"
         )
+
+    def with_notes(self, *notes: str) -> Analysis:
+        """Returns the analysis with more notes on its limits."""
+        made = self.provenance
+        return replace(self, provenance=replace(made, notes=(*made.notes, *notes)))
 
     def _repr_html_(self) -> str:
         """Returns the verdict and a table of one row, which a notebook shows for an Analysis."""

@@ -131,6 +131,16 @@ class Launch:
     """Position of the kernel's source in `Analysis.ptx`; None for copies, library calls, and where it was not kept."""
 
     @property
+    def producers(self) -> tuple[int, ...]:
+        """Returns the launches that write its inputs, in the order of the inputs."""
+        return tuple(dict.fromkeys(value.producer for value in self.inputs if value.producer is not None))
+
+    @property
+    def bytes_moved(self) -> int:
+        """Returns the HBM traffic of one launch."""
+        return self.bytes_read + self.bytes_written
+
+    @property
     def run_us(self) -> float:
         """The time of all its launches in one run of the program: measured where known, else estimated."""
         return (self.estimated_us if self.measured_us is None else self.measured_us) * self.repeat

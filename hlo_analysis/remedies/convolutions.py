@@ -9,7 +9,7 @@ from hlo_analysis.hlo.attributes import convolution_labels, integers, interior_p
 from hlo_analysis.patterns.attention_scores import elements
 from hlo_analysis.patterns.launch_patterns import convolves
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.remedies import conv_texts
+from hlo_analysis.remedies import texts
 from hlo_analysis.remedies.texts import Remedy
 
 # XLA takes so many shifted arrays into one launch; Mamba's and Hyena's convolutions have three or four.
@@ -19,10 +19,10 @@ _MOST_TAPS = 8
 def of_convolutions(producer: LaunchRow, readers: Sequence[LaunchRow]) -> Remedy | None:
     """The remedy where one end is a convolution, None where none is or its neighbours decide."""
     if any(map(is_short_depthwise, (producer, *readers))):
-        return conv_texts.SHIFTED
+        return texts.SHIFTED
     if not all(map(convolves, readers)):
         return None
-    return conv_texts.SPREAD if producer.phase == "forward" and _spreads_out(producer) else None
+    return texts.SPREAD if producer.phase == "forward" and _spreads_out(producer) else None
 
 
 def filter_layout(ends: Sequence[LaunchRow]) -> Remedy:
@@ -30,11 +30,11 @@ def filter_layout(ends: Sequence[LaunchRow]) -> Remedy:
     calls = [found for end in ends for found in end.facts.instructions.values()]
     labels = next((found for call in calls if (found := convolution_labels(call))), None)
     if labels is None:
-        return conv_texts.FILTER_LAYOUT
+        return texts.FILTER_LAYOUT
     axes = "DHW"[-sum(label.isdecimal() for label in labels[0]) :]
     names = str.maketrans({"b": "N", "f": "C", "o": "O", "i": "I", **{str(at): axis for at, axis in enumerate(axes)}})
     numbers = str(tuple(label.translate(names) for label in labels))
-    return replace(conv_texts.FILTER_LAYOUT, text=conv_texts.FILTER_LAYOUT.text.replace(conv_texts.NUMBERS, numbers))
+    return replace(texts.FILTER_LAYOUT, text=texts.FILTER_LAYOUT.text.replace(texts.CONVOLUTION_NUMBERS, numbers))
 
 
 def is_short_depthwise(launch: LaunchRow) -> bool:

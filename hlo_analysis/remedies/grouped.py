@@ -8,19 +8,17 @@ from dataclasses import replace
 from hlo_analysis.patterns.launch_patterns import is_product, only_moves
 from hlo_analysis.program.facts import LaunchRow
 from hlo_analysis.remedies.table import Table
-from hlo_analysis.remedies.texts import Remedy
+from hlo_analysis.remedies.texts import Remedy, kernel
 
-_GROUPED = Remedy(
-    kind="kernel",
-    pattern="grouped_linear",
-    text="a grouped product, each group's rows times that group's matrix alone: XLA multiplies all rows by every "
+_GROUPED = kernel(
+    "a grouped product, each group's rows times that group's matrix alone: XLA multiplies all rows by every "
     "group's matrix{expansion}",
-)
-EPILOGUE = Remedy(
-    kind="kernel",
     pattern="grouped_linear",
-    text="what follows the grouped product done in its epilogue (an activation, a gate, the sum of two products), "
+)
+EPILOGUE = kernel(
+    "what follows the grouped product done in its epilogue (an activation, a gate, the sum of two products), "
     "before the result is written",
+    pattern="grouped_linear",
 )
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from hlo_analysis.hlo import Instruction
 from hlo_analysis.hlo.attributes import integers
 from hlo_analysis.patterns.launch_patterns import factors, is_batched, is_product
-from hlo_analysis.program.facts import LaunchFacts, LaunchRow
+from hlo_analysis.program.facts import LaunchRow, maker
 from hlo_analysis.remedies import texts
 from hlo_analysis.remedies.table import Table
 from hlo_analysis.remedies.texts import Remedy
@@ -33,7 +33,7 @@ def split_weight(table: Table, joined: LaunchRow, readers: Sequence[LaunchRow]) 
     whole, parts = joined.outputs[0].bytes, len(root.operands)
     results = sum(value.bytes for product in products for value in product.outputs[:1])
     saved = 2 * (whole - (parts - repeated) * results)
-    us_per_byte = joined.roofline_us / (joined.bytes_read + joined.bytes_written)
+    us_per_byte = joined.roofline_us / joined.bytes_moved
     is_worth_it = saved * us_per_byte > _LAUNCH_US * (parts + 1)
     return replace(texts.SPLIT_WEIGHT, portion=saved / (2 * whole)) if is_worth_it else None
 
@@ -54,22 +54,11 @@ def _is_repeated(table: Table, launch: LaunchRow, part: Instruction) -> bool:
     facts, found = launch.facts, part
     while found.opcode in ("bitcast", "reshape", "convert") and (operand := facts.operand(found, 0)):
         found = operand
-    if found.opcode == "parameter" and (written := _written(table, launch, found)):
-        facts, found = written
+    producer, made = maker(launch, found.name, table.launches) or (None, None)
+    if found.opcode == "parameter" and producer is not None and made is not None:
+        facts, found = producer.facts, made
     source = facts.operand(found, 0) if found.opcode in ("broadcast", "gather") else None
     return source is not None and _REPEATED * source.shape.element_count <= part.shape.element_count
-
-
-def _written(table: Table, launch: LaunchRow, parameter: Instruction) -> tuple[LaunchFacts, Instruction] | None:
-    """The instruction of another launch that makes what a launch reads as one of its parameters."""
-    name = launch.facts.parameters.get(parameter.name, "")
-    maker = next((value.producer for value in launch.inputs if value.name == name), None)
-    facts = LaunchFacts() if maker is None else table.launches[maker].facts
-    if facts.root is None or facts.root.opcode != "tuple":
-        return facts.root and (facts, facts.root)
-    number = name.rpartition("#")[2]
-    result = facts.operand(facts.root, int(number)) if number.isdecimal() else None
-    return result and (facts, result)
 
 
 def _sums_over(product: LaunchRow, joined: Instruction) -> bool:

@@ -155,8 +155,7 @@ def _gates(launch: LaunchRow, launches: Sequence[LaunchRow]) -> bool:
 
     The gates of a recurrent cell are sums of products of different inputs, cut into four.
     """
-    made = {value.producer for value in launch.inputs if value.producer is not None}
-    products = [launches[index] for index in made if launches[index].kind in PRODUCTS]
+    products = [launches[index] for index in launch.producers if launches[index].kind in PRODUCTS]
     shared = set[str].intersection(*({value.name for value in found.inputs} for found in products)) if products else ()
     is_pair = shared if len(products) > 1 else products and _cuts_in_halves(launch, products[0])
     activates = _activates(launch, {found.name for found in products})

@@ -28,7 +28,7 @@ class Table:
         """Returns the launches that read the results of each launch, by its index."""
         found: dict[int, list[LaunchRow]] = defaultdict(list)
         for launch in self.launches:
-            for producer in {value.producer for value in launch.inputs if value.producer is not None}:
+            for producer in launch.producers:
                 found[producer].append(launch)
         return found
 

@@ -7,16 +7,15 @@ from math import prod
 
 from hlo_analysis.patterns.launch_patterns import SMALL_SIZE, factors, is_library_kernel, is_product
 from hlo_analysis.program.facts import LaunchRow
-from hlo_analysis.remedies.texts import Remedy
+from hlo_analysis.remedies.texts import Remedy, rewrite
 
-AS_SUM = Remedy(
-    kind="rewrite",
+AS_SUM = rewrite(
+    "multiply and add, (x[..., :, None] * m).sum(-2) in place of x @ m or jnp.einsum: XLA fuses a short sum with "
+    f"what stands before and after it, and a product, here of a matrix of at most {SMALL_SIZE} × {SMALL_SIZE}, with "
+    "little or nothing",
     code="# before: x @ m\ny = (x[..., :, None] * m).sum(-2)\n"
     '# before: jnp.einsum("eci,ej,ijk->eck", a, b, m)\n'
     "y = (a[:, :, :, None, None] * b[:, None, None, :, None] * m).sum((2, 3))",
-    text="multiply and add, (x[..., :, None] * m).sum(-2) in place of x @ m or jnp.einsum: XLA fuses a short sum with "
-    f"what stands before and after it, and a product, here of a matrix of at most {SMALL_SIZE} × {SMALL_SIZE}, with "
-    "little or nothing",
 )
 
 

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from hlo_analysis.hotspots.times import launches_of
 from hlo_analysis.records import Analysis, Comparison, Hotspot, Trial
-from hlo_analysis.report.formats import format_bytes, format_change, format_us, plural
+from hlo_analysis.report.formats import enumerated, format_bytes, format_change, format_us, plural
 from hlo_analysis.report.ranking import ranking
 
 _LEAST_SHARE = 0.01
@@ -108,7 +108,7 @@ def layers_text(scopes: Iterable[str]) -> str:
     # Numbers in a row have one difference to their place.
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0])]
     parts = [part for run in runs for part in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))]
-    return f"layers {' and '.join(filter(None, (', '.join(parts[:-1]), parts[-1])))}"
+    return f"layers {enumerated(parts)}"
 
 
 def listed(analysis: Analysis) -> tuple[Hotspot, ...]:
@@ -213,7 +213,7 @@ def _makers(names: list[str]) -> str:
         return f"; {names[0]} makes it"
     shown = names[:_MOST_NAMED]
     most = "make most of it" if len(names) > len(shown) else "make it"
-    return f"; {', '.join(shown[:-1])} and {shown[-1]} {most}"
+    return f"; {enumerated(shown)} {most}"
 
 
 def _from_to(before: float, after: float, how: str) -> str:

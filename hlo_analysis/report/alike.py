@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from hlo_analysis.records import Analysis, Comparison, StrategyResult
+from hlo_analysis.report.formats import enumerated
 
 
 def distinct(comparison: Comparison) -> Comparison:
@@ -26,8 +27,7 @@ def distinct(comparison: Comparison) -> Comparison:
 def twin_sentences(comparison: Comparison) -> list[str]:
     """Returns 'xla_cublas and fused make the same program as xla.' for each program that several strategies make."""
     return [
-        f"{', '.join(others[:-1])}{' and ' if len(others) > 1 else ''}{others[-1]} "
-        f"{'make' if len(others) > 1 else 'makes'} the same program as {first.name}."
+        f"{enumerated(others)} {'make' if len(others) > 1 else 'makes'} the same program as {first.name}."
         for first, others in _groups(comparison)
         if others
     ]

@@ -46,5 +46,5 @@ def launch_line(launch: Launch) -> str:
     at = f" at {launch.source}" if launch.source else ""
     scope = f" ({launch.scope})" if launch.scope else ""
     times = f", {launch.repeat} times" if launch.repeat > 1 else ""
-    moved = format_bytes((launch.bytes_read + launch.bytes_written) * launch.repeat)
+    moved = format_bytes(launch.bytes_moved * launch.repeat)
     return f"#{launch.index} {launch.name} ({launch.kind}){at}{scope}{times}, {moved}"

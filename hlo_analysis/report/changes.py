@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from hlo_analysis.changes import Change, Difference, Kind
@@ -26,14 +26,10 @@ def difference_lines(found: Difference, count: int = 10) -> list[str]:
     lines += _table(_totals_table(found))
     if rows := _scopes_table(found):
         lines += ["", *_table(rows)]
-    for kind, title in _TITLES.items():
-        changes = [change for change in found.changes if change.kind == kind]
-        if changes:
-            lines += ["", f"{title} ({len(changes)})"]
-            for change in changes[:count]:
-                names, effect = _change(found.before, found.after, change)
-                lines += [f"  {names}", f"      {effect}"]
-            lines += [f"  and {len(changes) - count} more"] if len(changes) > count else []
+    for title, changes in _by_kind(found):
+        lines += ["", f"{title} ({len(changes)})"]
+        lines += [line for names, effect in changes[:count] for line in (f"  {names}", f"      {effect}")]
+        lines += [f"  and {len(changes) - count} more"] if len(changes) > count else []
     if not found.changes:
         lines += ["", _NONE]
     if found.notes:
@@ -44,20 +40,23 @@ def difference_lines(found: Difference, count: int = 10) -> list[str]:
 _NONE = "Every launch does the same work on both sides."
 
 
+def _by_kind(found: Difference) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yields the title of each kind of change, with the launches and the effect of each change."""
+    for kind, title in _TITLES.items():
+        if changes := [_change(found.before, found.after, change) for change in found.changes if change.kind == kind]:
+            yield title, changes
+
+
 def difference_markdown(found: Difference, count: int = 10) -> str:
     """Returns the difference for an issue or a pull request: `difference_lines` as Markdown."""
     lines = [f"### {found.before.label} → {found.after.label}: {found.before.provenance.function}", ""]
     lines += [f"A: {_side(found.before)}; B: {_side(found.after)}", "", *markdown_table(_totals_table(found))]
     if rows := _scopes_table(found):
         lines += ["", "<details><summary>Scopes that differ</summary>", "", *markdown_table(rows), "", "</details>"]
-    for kind, title in _TITLES.items():
-        changes = [change for change in found.changes if change.kind == kind]
-        if changes:
-            lines += ["", f"**{title}** ({len(changes)})", ""]
-            for change in changes[:count]:
-                names, effect = _change(found.before, found.after, change)
-                lines.append(f"- `{names}`: {effect}")
-            lines += [f"- and {len(changes) - count} more"] if len(changes) > count else []
+    for title, changes in _by_kind(found):
+        lines += ["", f"**{title}** ({len(changes)})", ""]
+        lines += [f"- `{names}`: {effect}" for names, effect in changes[:count]]
+        lines += [f"- and {len(changes) - count} more"] if len(changes) > count else []
     if not found.changes:
         lines += ["", _NONE]
     if found.notes:

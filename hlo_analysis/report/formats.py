@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hlo_analysis.records import Comparison
 
 _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _MICROSECONDS = (("s", 1e6), ("ms", 1e3))
+_FLOPS = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,38 +46,36 @@ def units_of(comparison: Comparison) -> Units:
     )
 
 
-def _fitting(values: list[float] | list[int], units: tuple[tuple[str, float], ...], least: str) -> Unit:
+def _fitting(values: Iterable[float], units: Sequence[tuple[str, float]], least: str) -> Unit:
     largest = max(values, default=0)
-    name, size = next(((name, size) for name, size in units if largest >= size), (least, 1.0))
-    whole = name == least and least == "B"
-    return Unit(name=name, size=size, digits=0 if whole else 2 if largest < 100 * size else 1)
+    name, size = _unit(largest, units, least)
+    digits = 0 if name == "B" else 2 if largest < 100 * size else 1
+    return Unit(name=name, size=size, digits=digits)
+
+
+def _unit(value: float, units: Sequence[tuple[str, float]], least: str) -> tuple[str, float]:
+    """Returns the largest unit of which a value has at least one, with its size."""
+    return next(((name, size) for name, size in units if abs(value) >= size), (least, 1.0))
 
 
 def format_bytes(count: float) -> str:
     """Formats bytes as '1.2 MB', in decimal units as memory bandwidths are quoted."""
-    sign, count = ("-" if count < 0 else ""), abs(count)
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            value = count / size
-            return f"{sign}{value:.0f} {unit}" if value >= 100 else f"{sign}{value:.1f} {unit}"
-    return f"{sign}{count:.0f} B"
+    name, size = _unit(count, _BYTES, "B")
+    digits = 0 if name == "B" or abs(count) >= 100 * size else 1
+    return f"{count / size:.{digits}f} {name}"
 
 
 def format_us(microseconds: float) -> str:
     """Formats a time with its unit: '850 µs', '5.53 ms', '1.20 s'."""
-    if abs(microseconds) >= 1e6:
-        return f"{microseconds / 1e6:.2f} s"
-    if abs(microseconds) >= 1e3:
-        return f"{microseconds / 1e3:.2f} ms"
-    return f"{microseconds:.0f} µs" if abs(microseconds) >= 10 else f"{microseconds:.1f} µs"
+    name, size = _unit(microseconds, _MICROSECONDS, "µs")
+    digits = 2 if size > 1 else 0 if abs(microseconds) >= 10 else 1
+    return f"{microseconds / size:.{digits}f} {name}"
 
 
 def format_flops(count: float) -> str:
     """Formats floating-point operations: '1.1 TFLOP'."""
-    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} FLOP"
+    name, size = _unit(count, _FLOPS, "FLOP")
+    return f"{count / size:.{int(size > 1)}f} {name}"
 
 
 def format_change(value: float, base: float) -> str:
@@ -95,3 +95,9 @@ def plural(count: int, word: str) -> str:
     if count == 1:
         return f"1 {word}"
     return f"{count} {word}es" if word.endswith(("ch", "s", "sh")) else f"{count} {word}s"
+
+
+def enumerated(names: Sequence[str]) -> str:
+    """Joins names: 'a', 'a and b', 'a, b and c'."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last

@@ -73,7 +73,7 @@ def _strategies(comparison: Comparison) -> list[tuple[str, ...]]:
     rows = [
         (
             result.name, str(made.launch_count), units.traffic.show(made.traffic.bytes),
-            sentences.estimate_text(made, base, units.time), units.time.show(result.measured_us),
+            sentences.time_text(made.estimated_us, made, base, units.time), units.time.show(result.measured_us),
             units.memory.show(sentences.peak_bytes(made)),
         )
         for result in comparison.strategies

@@ -65,7 +65,7 @@ def _node(analysis: Analysis, launch: Launch, reasons: dict[tuple[int, int], str
         "time (estimated)": format_us(launch.estimated_us),
         "time (measured)": "" if launch.measured_us is None else format_us(launch.measured_us),
     }
-    for producer in sorted({value.producer for value in launch.inputs if value.producer is not None}):
+    for producer in sorted(launch.producers):
         if reason := reasons.get((producer, launch.index)):
             attributes[f"apart from #{producer}"] = reason
     return {

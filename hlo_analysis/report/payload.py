@@ -22,7 +22,6 @@ from hlo_analysis.decisions.explanations import plain_reason
 from hlo_analysis.records import (
     Analysis,
     Comparison,
-    Decision,
     Device,
     Hotspot,
     Launch,
@@ -37,29 +36,41 @@ from hlo_analysis.report.graph import LaunchGraph, launch_graph
 from hlo_analysis.report.launch_families import FAMILY_OF
 from hlo_analysis.report.similar_layers import group_missed
 
-LAUNCH_COLUMNS = (
-    "index", "name", "kind", "repeat", "scope", "phase", "source", "opName", "grid", "block", "shared", "opcodes",
-    "inputs", "outputs", "read", "written", "host", "link", "axes", "exposed", "flops", "unfused",
-    "roofline", "limiter",
-    "estimate", "xla", "xlaModel", "measured", "kernel", "registers", "spill", "occupancy", "occupancyLimiter",
-    "hlo", "ptx",
-)  # fmt: skip
+LAUNCHES = {
+    "index": "index", "name": "name", "kind": "kind", "repeat": "repeat", "scope": "scope", "phase": "phase",
+    "source": "source", "opName": "op_name", "grid": "grid", "block": "block", "shared": "shared_memory_bytes",
+    "opcodes": "opcodes", "inputs": "inputs", "outputs": "outputs", "read": "bytes_read", "written": "bytes_written",
+    "host": "host_bytes", "link": "link_bytes", "axes": "axes", "exposed": "exposed_us", "flops": "flops",
+    "unfused": "unfused_bytes", "roofline": "roofline_us", "limiter": "limiter", "estimate": "estimated_us",
+    "xla": "xla_estimate_us", "xlaModel": "xla_estimate_model", "measured": "measured_us", "kernel": "kernel",
+    "registers": "registers", "spill": "spill_bytes", "occupancy": "occupancy",
+    "occupancyLimiter": "occupancy_limiter", "hlo": "hlo", "ptx": "ptx",
+}  # fmt: skip
+"""Columns of a table, each with the field of the record that it shows."""
 LAUNCH_POOLED = ("kernel", "scope", "source", "opName", "xlaModel", "hlo")
-DECISION_COLUMNS = (
-    "producer", "consumer", "verdict", "reason", "category", "pass", "gain", "from", "to", "bytes", "shape", "scope",
-)  # fmt: skip
+DECISIONS = {
+    "producer": "producer", "consumer": "consumer", "verdict": "verdict", "reason": "reason", "category": "category",
+    "pass": "pass_name", "gain": "gain_us", "from": "producer_launch", "to": "consumer_launch", "bytes": "bytes",
+    "shape": "shape", "scope": "scope",
+}  # fmt: skip
 DECISION_POOLED = ("verdict", "reason", "category", "pass", "shape", "scope")
-MISSED_COLUMNS = (
-    "rank", "value", "shape", "from", "to", "bytes", "time", "share", "reason", "category", "remedyKind", "remedy",
-    "scope", "source", "code", "trial", "plain", "group",
-)  # fmt: skip
+MISSED = {
+    "rank": "rank", "value": "value", "shape": "shape", "from": "producer", "to": "consumers",
+    "bytes": "bytes_at_stake", "time": "remaining_us", "share": "share", "reason": "reason", "category": "category",
+    "remedyKind": "remedy_kind", "remedy": "remedy", "scope": "scope", "source": "source", "code": "code",
+    "trial": "trial", "plain": "category", "group": "rank",
+}  # fmt: skip
 MISSED_POOLED = ("shape", "reason", "category", "remedyKind", "remedy", "scope", "source", "code", "plain")
-
-HOTSPOT_COLUMNS = (
-    "missed", "cause", "scope", "source", "time", "excess", "how", "most", "remedyKind", "remedy", "kernel", "code",
-    "trial", "waits",
-)  # fmt: skip
+HOTSPOTS = {
+    "missed": "missed", "cause": "cause", "scope": "scope", "source": "source", "time": "time_us",
+    "excess": "excess_us", "how": "how", "most": "most_us", "remedyKind": "remedy_kind", "remedy": "remedy",
+    "kernel": "kernel", "code": "code", "trial": "trial", "waits": "waits_for_host",
+}  # fmt: skip
 HOTSPOT_POOLED = ("cause", "scope", "source", "remedyKind", "remedy", "code")
+TRIAL = {
+    "change": "change", "launches": "saved_launches", "bytes": "saved_bytes", "time": "saved_us", "helps": "helps",
+    "error": "error",
+}  # fmt: skip
 
 PTX_LIMIT = 500_000
 """Characters that the compressed PTX may take of a page. The gradients of a Llama block take 0.1 MB with XLA alone and
@@ -152,7 +163,7 @@ class _Table:
 
     columns: tuple[str, ...]
     pooled: tuple[str, ...]
-    rows: Sequence[tuple[Any, ...]]
+    rows: Sequence[Sequence[Any]]
 
     def _places(self) -> list[int]:
         return [self.columns.index(name) for name in self.pooled]
@@ -173,55 +184,50 @@ class _Table:
 
 
 def _tables(analysis: Analysis, places: Mapping[str, int]) -> dict[str, _Table]:
+    launches = [
+        _row(
+            launch,
+            LAUNCHES,
+            axes=", ".join(f"{name}={size}" for name, size in launch.axes),
+            xlaModel=_xla_model(launch),
+            ptx=None if launch.ptx is None else places.get(analysis.ptx[launch.ptx], -1),
+        )
+        for launch in analysis.launches
+    ]
+    missed = [
+        _row(
+            item,
+            MISSED,
+            share=round(item.share, 4),
+            code=remedy_code(item),
+            plain=plain_reason(item.category, *_ends(item, analysis)),
+            group=group,
+        )
+        for group, alike in enumerate(group_missed(analysis))
+        for item in alike
+    ]
+    hotspots = [_row(item, HOTSPOTS, code=remedy_code(item)) for item in listed(analysis)]
+    decisions = [_row(decision, DECISIONS) for decision in analysis.decisions]
     return {
-        "launches": _Table(
-            columns=LAUNCH_COLUMNS,
-            pooled=LAUNCH_POOLED,
-            rows=[
-                (*_launch(launch), None if launch.ptx is None else places.get(analysis.ptx[launch.ptx], -1))
-                for launch in analysis.launches
-            ],
-        ),
-        "decisions": _Table(
-            columns=DECISION_COLUMNS,
-            pooled=DECISION_POOLED,
-            rows=[_decision(decision) for decision in analysis.decisions],
-        ),
-        "missed": _Table(
-            columns=MISSED_COLUMNS,
-            pooled=MISSED_POOLED,
-            rows=[
-                _missed(item, plain_reason(item.category, *_ends(item, analysis)), group)
-                for group, alike in enumerate(group_missed(analysis))
-                for item in alike
-            ],
-        ),
-        "hotspots": _Table(
-            columns=HOTSPOT_COLUMNS,
-            pooled=HOTSPOT_POOLED,
-            rows=[_hotspot(item) for item in listed(analysis)],
-        ),
+        "launches": _Table(columns=tuple(LAUNCHES), pooled=LAUNCH_POOLED, rows=launches),
+        "decisions": _Table(columns=tuple(DECISIONS), pooled=DECISION_POOLED, rows=decisions),
+        "missed": _Table(columns=tuple(MISSED), pooled=MISSED_POOLED, rows=missed),
+        "hotspots": _Table(columns=tuple(HOTSPOTS), pooled=HOTSPOT_POOLED, rows=hotspots),
     }
 
 
-def _value(value: Value) -> tuple[Any, ...]:
-    return value.name, value.shape, value.bytes, value.producer
-
-
-def _launch(launch: Launch) -> tuple[Any, ...]:
-    """Returns all columns but the last."""
-    return (
-        launch.index, launch.name, launch.kind, launch.repeat, launch.scope, launch.phase, launch.source,
-        launch.op_name, launch.grid, launch.block, launch.shared_memory_bytes, launch.opcodes,
-        [_value(value) for value in launch.inputs], [_value(value) for value in launch.outputs],
-        launch.bytes_read, launch.bytes_written, launch.host_bytes, launch.link_bytes,
-        ", ".join(f"{name}={size}" for name, size in launch.axes), _rounded(launch.exposed_us),
-        launch.flops, launch.unfused_bytes,
-        round(launch.roofline_us, 3), launch.limiter, round(launch.estimated_us, 3),
-        _rounded(launch.xla_estimate_us), _xla_model(launch), _rounded(launch.measured_us),
-        launch.kernel, launch.registers, launch.spill_bytes,
-        launch.occupancy, launch.occupancy_limiter, launch.hlo,
-    )  # fmt: skip
+def _row(record: object, columns: Mapping[str, str], **instead: Any) -> list[Any]:
+    """Returns a record's fields by columns, or the values `instead` of them; times have three decimals."""
+    found = {name: getattr(record, field) for name, field in columns.items() if name not in instead}
+    for name, value in found.items():
+        match value:
+            case float() if columns[name].endswith("_us"):
+                found[name] = round(value, 3)
+            case Trial():
+                found[name] = dict(zip(TRIAL, _row(value, TRIAL), strict=True))
+            case (Value(), *_):
+                found[name] = [(each.name, each.shape, each.bytes, each.producer) for each in value]
+    return [(found | instead)[name] for name in columns]
 
 
 def _xla_model(launch: Launch) -> str | None:
@@ -229,34 +235,8 @@ def _xla_model(launch: Launch) -> str | None:
     return "; ".join(filter(None, (launch.xla_estimate_model, support))) or None
 
 
-def _decision(decision: Decision) -> tuple[Any, ...]:
-    return (
-        decision.producer, decision.consumer, decision.verdict, decision.reason, decision.category,
-        decision.pass_name, _rounded(decision.gain_us), decision.producer_launch, decision.consumer_launch,
-        decision.bytes, decision.shape, decision.scope,
-    )  # fmt: skip
-
-
 def _ends(item: MissedFusion, analysis: Analysis) -> tuple[Launch, Launch]:
     return analysis.launches[item.producer], analysis.launches[item.consumers[0]]
-
-
-def _missed(missed: MissedFusion, plain: str, group: int) -> tuple[Any, ...]:
-    return (
-        missed.rank, missed.value, missed.shape, missed.producer, missed.consumers, missed.bytes_at_stake,
-        round(missed.remaining_us, 3), round(missed.share, 4), missed.reason, missed.category,
-        missed.remedy_kind, missed.remedy, missed.scope, missed.source, remedy_code(missed),
-        _trial(missed.trial), plain, group,
-    )  # fmt: skip
-
-
-def _hotspot(hotspot: Hotspot) -> tuple[Any, ...]:
-    return (
-        hotspot.missed, hotspot.cause, hotspot.scope, hotspot.source, round(hotspot.time_us, 3),
-        round(hotspot.excess_us, 3), hotspot.how, _rounded(hotspot.most_us), hotspot.remedy_kind, hotspot.remedy,
-        hotspot.kernel, remedy_code(hotspot), _trial(hotspot.trial),
-        hotspot.waits_for_host,
-    )  # fmt: skip
 
 
 def remedy_code(missed: MissedFusion | Hotspot) -> str:
@@ -265,19 +245,6 @@ def remedy_code(missed: MissedFusion | Hotspot) -> str:
         return missed.code
     options = ", ".join(f"{name!r}: {value!r}" for name, value in missed.options)
     return f"jax.jit(f, compiler_options={{{options}}})"
-
-
-def _trial(trial: Trial | None) -> dict[str, Any] | None:
-    if trial is None:
-        return None
-    return {
-        "change": trial.change,
-        "launches": trial.saved_launches,
-        "bytes": trial.saved_bytes,
-        "time": round(trial.saved_us, 3),
-        "helps": trial.helps,
-        "error": trial.error,
-    }
 
 
 def _device(device: Device) -> dict[str, Any]:
@@ -316,7 +283,3 @@ def _graph(graph: LaunchGraph) -> dict[str, Any]:
         "routes": [[route.source, route.target, route.via] for route in graph.routes],
         "edges": graph.edges,
     }
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)

@@ -17,7 +17,7 @@ from hlo_analysis.records import (
     Trial,
 )
 from hlo_analysis.report.advice import headline
-from hlo_analysis.report.formats import Unit, format_bytes, format_change, format_us, plural
+from hlo_analysis.report.formats import Unit, enumerated, format_bytes, format_change, format_us, plural
 from hlo_analysis.report.ranking import Ranking, is_lower_bound, ranking
 from hlo_analysis.report.similar_layers import without_numbers
 
@@ -235,14 +235,9 @@ def _largest_part(analysis: Analysis) -> str:
     return f", {amount} from {scope if is_line else scope_name(scope)}"
 
 
-def roofline_text(analysis: Analysis, base: Analysis | None, unit: Unit) -> str:
-    """Formats the roofline time in `unit`, with "≥" if it omits some of the work."""
-    return (AT_LEAST if is_lower_bound(analysis, base) else "") + unit.show(analysis.roofline_us)
-
-
-def estimate_text(analysis: Analysis, base: Analysis | None, unit: Unit) -> str:
-    """Formats the estimated time in `unit`, with "≥" if it omits some of the work."""
-    return (AT_LEAST if is_lower_bound(analysis, base) else "") + unit.show(analysis.estimated_us)
+def time_text(time_us: float, analysis: Analysis, base: Analysis | None, unit: Unit) -> str:
+    """Formats the roofline time or the estimate of a program in `unit`, with "≥" if it omits some of the work."""
+    return (AT_LEAST if is_lower_bound(analysis, base) else "") + unit.show(time_us)
 
 
 def _best_sentence(comparison: Comparison) -> str:
@@ -255,15 +250,13 @@ def _best_sentence(comparison: Comparison) -> str:
         each.name for each in comparison.strategies if each.analysis and is_lower_bound(each.analysis, base.analysis)
     ]
     has_rivals = any(each is not base and each.name != comparison.unfused for each in ranked.results)
-    return " ".join(filter(None, [_fastest_sentence(base, ranked, has_rivals=has_rivals), _partial_sentence(partial)]))
-
-
-def _partial_sentence(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    *others, last = names
-    listed = f"{', '.join(others)} and {last}" if others else last
-    return f"The roofline time of {listed} is a lower bound: XLA cannot see the matrix products in their kernels."
+    said = [_fastest_sentence(base, ranked, has_rivals=has_rivals)]
+    if partial:
+        said.append(
+            f"The roofline time of {enumerated(partial)} is a lower bound: XLA cannot see the matrix products in their "
+            "kernels."
+        )
+    return " ".join(filter(None, said))
 
 
 def _fastest_sentence(base: StrategyResult, ranked: Ranking, *, has_rivals: bool) -> str:

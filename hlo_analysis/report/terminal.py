@@ -163,10 +163,10 @@ def _cells(comparison: Comparison, result: StrategyResult, base: Analysis | None
         "kinds": _kinds(analysis),
         "traffic": _with_change(units.traffic.show(bytes_moved), bytes_moved, against and against.traffic.bytes),
         **({"saved": sentences.saved_percent(comparison, result.name)} if comparison.unfused is not None else {}),
-        "roofline": sentences.roofline_text(analysis, base, units.time)
+        "roofline": sentences.time_text(analysis.roofline_us, analysis, base, units.time)
         if sentences.is_lower_bound(analysis, base)
         else _with_change(units.time.show(roofline), roofline, against and against.roofline_us),
-        "estimate": sentences.estimate_text(analysis, base, units.time),
+        "estimate": sentences.time_text(analysis.estimated_us, analysis, base, units.time),
         "peak": units.memory.show(sentences.peak_bytes(analysis)),
         **measured,
     }

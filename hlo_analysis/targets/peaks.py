@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Measured only on the H200; used for every GPU until others are measured.
 LAUNCH_OVERHEAD_US = 2.4
@@ -35,34 +35,24 @@ _PCIE_4 = 32e9
 _PCIE_5 = 64e9
 """PCI Express 5.0 x16, one direction: the RTX PRO 6000 has no NVLink (its datasheet)."""
 
-_HOPPER = _tera(bf16=989.4, f16=989.4, f32=494.7, f64=66.9, f8=1978.9, s8=1978.9)
-_AMPERE_SXM = _tera(bf16=312.0, f16=312.0, f32=156.0, f64=19.5, s8=624.0)
+_H200 = Peaks(
+    matrix_flops=_tera(bf16=989.4, f16=989.4, f32=494.7, f64=66.9, f8=1978.9, s8=1978.9),
+    vector_flops=66.9e12,
+    link_bandwidth=_NVLINK_4,
+    source="NVIDIA H200 datasheet (SXM), dense: half the sparse figures",
+)
+_A100 = Peaks(
+    matrix_flops=_tera(bf16=312.0, f16=312.0, f32=156.0, f64=19.5, s8=624.0),
+    vector_flops=19.5e12,
+    link_bandwidth=_NVLINK_3,
+    source="NVIDIA A100 datasheet (SXM 80 GB), dense",
+)
 
 PEAKS: dict[str, Peaks] = {
-    "NVIDIA H200": Peaks(
-        matrix_flops=_HOPPER,
-        vector_flops=66.9e12,
-        link_bandwidth=_NVLINK_4,
-        source="NVIDIA H200 datasheet (SXM), dense: half the sparse figures",
-    ),
-    "NVIDIA H100 80GB HBM3": Peaks(
-        matrix_flops=_HOPPER,
-        vector_flops=66.9e12,
-        link_bandwidth=_NVLINK_4,
-        source="NVIDIA H100 datasheet (SXM5), dense: half the sparse figures",
-    ),
-    "NVIDIA A100-SXM4-80GB": Peaks(
-        matrix_flops=_AMPERE_SXM,
-        vector_flops=19.5e12,
-        link_bandwidth=_NVLINK_3,
-        source="NVIDIA A100 datasheet (SXM 80 GB), dense",
-    ),
-    "NVIDIA A100-SXM4-40GB": Peaks(
-        matrix_flops=_AMPERE_SXM,
-        vector_flops=19.5e12,
-        link_bandwidth=_NVLINK_3,
-        source="NVIDIA A100 datasheet (SXM 40 GB), dense",
-    ),
+    "NVIDIA H200": _H200,
+    "NVIDIA H100 80GB HBM3": replace(_H200, source="NVIDIA H100 datasheet (SXM5), dense: half the sparse figures"),
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-SXM4-40GB": replace(_A100, source="NVIDIA A100 datasheet (SXM 40 GB), dense"),
     "NVIDIA B200": Peaks(
         matrix_flops=_tera(bf16=2250.0, f16=2250.0, f32=1125.0, f64=37.0, f4=9000.0, f8=4500.0, s8=4500.0),
         vector_flops=75e12,
@@ -86,8 +76,5 @@ PEAKS: dict[str, Peaks] = {
 
 def peaks_of(device_name: str) -> Peaks | None:
     """Returns the peaks of a GPU by the name it reports; a name that starts with a known one matches it."""
-    exact = PEAKS.get(device_name)
-    if exact is not None:
-        return exact
     near = [name for name in PEAKS if device_name.startswith(name)]
     return PEAKS[max(near, key=len)] if near else None

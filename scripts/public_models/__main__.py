@@ -32,7 +32,7 @@ from sources import MODELS
 from times import timed
 
 from hlo_analysis import Analysis, analyze, capture
-from hlo_analysis.capture.cudnn import answer_cudnn_checks
+from hlo_analysis.capture.answers import answer_cudnn_checks
 from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
 from hlo_analysis.targets import load_target
 from xlafuse.bench.results import markdown_table

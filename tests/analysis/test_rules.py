@@ -88,7 +88,7 @@ def test_a_rule_that_raises_costs_its_findings_alone(analysis_of, monkeypatch):
 @pytest.mark.parametrize(
     ("room", "rule"),
     [
-        (missed, "attention_scores"),
+        (missed.program, "attention_scores"),
         (vertical, "of_rows"),
         (caveats, "_spills"),
         (analysis, "_memory"),

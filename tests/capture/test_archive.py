@@ -31,7 +31,6 @@ def test_saved_and_loaded(gemm: Capture, tmp_path: Path) -> None:
     for key in gemm.keys:
         if key != "stablehlo":
             assert loaded.text(key) == gemm.text(key), key
-    assert [name for _, name, _ in loaded.stages()] == [name for _, name, _ in gemm.stages()]
     again = loaded.save(tmp_path / "again.zip")
     assert Capture.load(again).manifest == gemm.manifest
 
@@ -95,7 +94,6 @@ def test_zip_of_a_dump_with_its_folder(gemm: Capture, dump: Path, tmp_path: Path
     path = shutil.make_archive(str(tmp_path / "dump"), "zip", tmp_path, "dump")
     loaded = Capture.load(path)
     assert loaded.text("final_hlo") == gemm.text("final_hlo")
-    assert len(loaded.stages()) == len(gemm.stages())
 
 
 def test_dump_with_several_modules(gemm: Capture, dump: Path) -> None:

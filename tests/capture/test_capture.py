@@ -47,19 +47,12 @@ def test_every_artefact_is_there_and_is_what_it_says(gemm: Capture) -> None:
     assert gemm.manifest.complete
 
 
-def test_stages_come_in_xla_s_order(gemm: Capture) -> None:
-    stages = gemm.stages()
-    assert [order for order, _, _ in stages] == list(range(len(stages)))
-    assert any(name.endswith("before priority-fusion") for _, name, _ in stages)
-    assert all(path.is_file() for _, _, path in stages)
-
-
 def test_manifest_says_how_it_was_made(gemm: Capture) -> None:
     manifest = gemm.manifest
     provenance = manifest.provenance
     assert manifest.label == "a layer"
     assert manifest.device.name == manifest.target == provenance.target == "h200"
-    assert (manifest.core_count, manifest.compute_capability) == (132, (9, 0))
+    assert manifest.compute_capability == (9, 0)
     assert provenance.function == "layer"
     assert provenance.mode == "forward"
     assert provenance.arguments == ("x: bf16[256,256]", "weights['kernel']: bf16[256,256]", "index: i32[3]")

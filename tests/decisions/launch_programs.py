@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hlo_analysis import missed
 from hlo_analysis.catalogue import PATTERNS, Kernel
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.missed import rank
@@ -147,5 +148,9 @@ class Program:
                         bytes_moved=size * MIB * repeats,
                     )
                 )
-        options = {"catalogue": CATALOGUE, "device": DEVICE, **options}
-        return rank(self.launches, between, self.decisions, **options)
+        return self.rank_of(*between, **{"catalogue": CATALOGUE, **options})
+
+    def rank_of(self, *values: Intermediate, **options: Any) -> tuple[MissedFusion, ...]:
+        """The missed fusions where only these values go from launch to launch."""
+        given = {"device": DEVICE, **options}
+        return rank(missed.Program(launches=self.launches, intermediates=values, decisions=self.decisions, **given))

@@ -15,7 +15,6 @@ from launch_programs import DEVICE, MIB, Program, text_of
 
 from hlo_analysis import Analysis
 from hlo_analysis.decisions import CATEGORIES, categories
-from hlo_analysis.missed import rank
 from hlo_analysis.records import Intermediate
 from hlo_analysis.remedies import texts
 
@@ -130,7 +129,7 @@ def test_what_is_updated_in_place_is_in_the_result() -> None:
     between = Intermediate(
         name="zeros", shape="f32[800]", bytes=800 * MIB, producer=0, consumers=(1,), bytes_moved=900 * MIB
     )
-    (missed,) = rank(program.launches, [between], [], DEVICE, outputs={"sum"})
+    (missed,) = program.rank_of(between, outputs={"sum"})
     assert missed.bytes_at_stake == 100 * MIB
     assert "updates it in place" in missed.reason
 
@@ -141,9 +140,9 @@ def test_of_a_buffer_updated_in_place_only_the_update_is_at_stake() -> None:
     between = Intermediate(
         name="cache", shape="f32[800]", bytes=800 * MIB, producer=0, consumers=(1,), bytes_moved=801 * MIB
     )
-    assert rank(program.launches, [between], [], DEVICE) == ()  # 2 of 803 MiB
+    assert program.rank_of(between) == ()  # 2 of 803 MiB
     program.launches[1] = replace(program.launches[1], bytes_read=20 * MIB, roofline_us=23.0)
-    (missed,) = rank(program.launches, [between], [], DEVICE)
+    (missed,) = program.rank_of(between)
     assert missed.bytes_at_stake == 2 * MIB
 
 
@@ -153,7 +152,7 @@ def test_what_a_loops_launch_hands_its_next_run_is_at_stake() -> None:
     def carried(shape: str) -> Intermediate:
         return Intermediate(name="a", shape=shape, bytes=10 * MIB, producer=0, consumers=(0,), bytes_moved=100 * MIB)
 
-    (missed,) = rank(program.launches, [carried("f32[10]")], [], DEVICE, outputs={"a"})
+    (missed,) = program.rank_of(carried("f32[10]"), outputs={"a"})
     assert missed.bytes_at_stake == 50 * MIB  # unrolled by two, it hands on half
     assert missed.time_at_stake_us == pytest.approx((100 + 5 * 2) / 2)
     assert (missed.category, missed.share) == (categories.BOUNDARY, 0.5)
@@ -164,7 +163,7 @@ def test_what_a_loops_launch_hands_its_next_run_is_at_stake() -> None:
 def test_half_of_a_counters_launches_go_where_a_loop_is_unrolled_by_two() -> None:
     program = Program().launch("i", {"i": 1}, 1, computation="body", repeat=100)
     counter = Intermediate(name="i", shape="s32[]", bytes=4, producer=0, consumers=(0,), bytes_moved=800)
-    (missed,) = rank(program.launches, [counter], [], DEVICE)
+    (missed,) = program.rank_of(counter)
     assert missed.remaining_us == pytest.approx(100 * DEVICE.launch_overhead_us / 2, rel=0.01)
 
 
@@ -267,7 +266,7 @@ def test_each_reader_is_charged_with_what_it_can_have_read() -> None:
     read = Intermediate(
         name="l", shape="f32[100]", bytes=100 * MIB, producer=0, consumers=(1, 2, 3), bytes_moved=301 * MIB
     )
-    found = {missed.category: missed for missed in rank(program.launches, [read], (), DEVICE)}
+    found = {missed.category: missed for missed in program.rank_of(read)}
     assert found[categories.SHARED_INPUT].bytes_at_stake == 100 * MIB
     assert found[categories.UNRECORDED].bytes_at_stake == 200 * MIB  # the backward pass has it written
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from launch_programs import DEVICE, MIB, Program, text_of
+from launch_programs import MIB, Program, text_of
 
 from hlo_analysis.decisions import categories
-from hlo_analysis.missed import rank
 from hlo_analysis.records import Intermediate, Value
 from hlo_analysis.remedies import loop_texts, texts
 
@@ -115,7 +114,7 @@ def test_what_an_iteration_hands_the_next_cannot_leave_the_loop() -> None:
     program = Program().launch("r", {"h": 10}, 10, computation="body", repeat=9)
     program.launch("h", {"r": 10}, 10, computation="body", repeat=9)
     between = Intermediate(name="h", shape="f32[10]", bytes=10 * MIB, producer=1, consumers=(0,), bytes_moved=180 * MIB)
-    (missed,) = rank(program.launches, [between], program.decide(1, 0, categories.BOUNDARY).decisions, DEVICE)
+    (missed,) = program.decide(1, 0, categories.BOUNDARY).rank_of(between)
     assert missed.remedy.startswith("unroll the loop")
 
 

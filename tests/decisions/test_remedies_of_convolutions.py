@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from launch_programs import Program, text_of
 
-from hlo_analysis.remedies import conv_texts, texts
+from hlo_analysis.remedies import texts
 
 FORWARD = '%c = bf16[8] custom-call(%a, %w), custom_call_target="__cudnn$convForward"'
 
@@ -20,8 +20,8 @@ def conv(program: Program, reads: dict[str, int], hlo: str = FORWARD, **fields: 
 @pytest.mark.parametrize(
     ("padding", "opcodes", "phase", "remedy"),
     [
-        ("0_0_0x2_2_1x2_2_1x0_0_0", ("pad",), "forward", conv_texts.SPREAD),
-        ("0_0_0x2_2_1x2_2_1x0_0_0", ("pad", "tanh", "multiply"), "forward", conv_texts.SPREAD),
+        ("0_0_0x2_2_1x2_2_1x0_0_0", ("pad",), "forward", texts.SPREAD),
+        ("0_0_0x2_2_1x2_2_1x0_0_0", ("pad", "tanh", "multiply"), "forward", texts.SPREAD),
         ("0_0_0x2_2_1x2_2_1x0_0_0", ("pad",), "backward", texts.PARTS),
         ("0_0_0x3_0_0x0_0_0", ("pad", "tanh"), "forward", texts.OWN_KERNEL),
     ],
@@ -39,8 +39,8 @@ def test_zeros_between_elements_are_of_a_transposed_convolution(
 @pytest.mark.parametrize(
     ("window", "groups", "remedy"),
     [
-        ("size=4", 1536, conv_texts.SHIFTED),
-        ("size=3 pad=1_1", 2048, conv_texts.SHIFTED),
+        ("size=4", 1536, texts.SHIFTED),
+        ("size=3 pad=1_1", 2048, texts.SHIFTED),
         ("size=3 pad=1_1", 512, texts.OWN_KERNEL),  # four features a group
         ("size=4 stride=2", 1536, texts.OWN_KERNEL),
         ("size=64", 96, texts.OWN_KERNEL),  # one long convolution

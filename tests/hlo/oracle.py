@@ -148,16 +148,7 @@ def _stack(index: Any, number: int) -> tuple[SourceFrame, ...]:
     while number and index.stack_frames:
         frame = index.stack_frames[number - 1]
         location = index.file_locations[frame.file_location_id - 1]
-        frames.append(
-            SourceFrame(
-                file=index.file_names[location.file_name_id - 1],
-                function=index.function_names[location.function_name_id - 1],
-                line=location.line,
-                end_line=location.end_line,
-                column=location.column,
-                end_column=location.end_column,
-            )
-        )
+        frames.append(SourceFrame(file=index.file_names[location.file_name_id - 1], line=location.line))
         number = frame.parent_frame_id
     return tuple(frames)
 

@@ -57,7 +57,7 @@ def assert_parsed_or_refused(text: str) -> Module | None:
             assert set(instruction.called) <= set(module.computations)
             assert instruction.text in text
             assert instruction.line >= 1
-            assert instruction.backend_config is None or isinstance(instruction.backend_config, str | dict)
+            assert isinstance(instruction.backend_config, dict)
             assert parse_shape(instruction.shape.text) == instruction.shape
     return module
 

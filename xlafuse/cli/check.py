@@ -125,11 +125,11 @@ def _changed_launches(before: Analysis | None, after: Analysis) -> Sequence[int]
 
 
 def _baseline(text: str) -> tuple[Lock, Analysis | None]:
-    from hlo_analysis.budget import is_lock, lock_from_json, lock_of
+    from hlo_analysis.budget import lock_of, read_lock
     from hlo_analysis.saved import is_json, read_text
 
-    if is_json(text) and Path(text).is_file() and is_lock(content := read_text(text)):
-        return lock_from_json(content), None
+    if is_json(text) and Path(text).is_file() and (lock := read_lock(read_text(text))):
+        return lock, None
     analysis = load_analysis(text)
     return lock_of(analysis), analysis
 
