@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from xlafuse.errors import check_left_to_xla
 from xlafuse.kernels import attention
 
 __all__ = ["dot_product_attention"]
@@ -69,10 +70,8 @@ def dot_product_attention(
             options |= {"implementation": implementation, "return_residual": return_residual}
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
                 return _attend(query, key, value, bias, mask, **options)
-    if reason is not None and implementation is not None and "xla" not in implementation:
-        raise NotImplementedError(
-            f"dot_product_attention: {implementation!r} cannot run: {reason}; pass None or 'xla'."
-        )
+    if reason is not None:
+        check_left_to_xla("dot_product_attention", implementation, f"{reason}; pass None or 'xla'")
     options |= {"implementation": "cudnn" if implementation == "cudnn" else None, "return_residual": return_residual}
     return jax.nn.dot_product_attention(query, key, value, bias, mask, **options)
 

@@ -20,6 +20,7 @@ from hlo_analysis.capture.meshes import traced_for_one
 from hlo_analysis.catalogue import Catalogue, Kernel
 from hlo_analysis.hlo import Shape
 from hlo_analysis.hlo.attributes import integers
+from hlo_analysis.loading import DTYPES
 from hlo_analysis.patterns.attention_scores import elements
 from hlo_analysis.patterns.launch_patterns import (
     adds_bias,
@@ -38,13 +39,11 @@ if TYPE_CHECKING:
 _HOPPER = (9,)
 _ORDINARY = 1024
 """A size of which no kernel makes anything, where the launches do not tell it."""
-_LETTERS = {"f": "float", "bf": "bfloat", "c": "complex", "s": "int", "u": "uint"}
 
 
 def _struct(shape: Shape) -> jax.Array | None:
     """Returns a value's shape and dtype, which is all that a kernel's check reads; None for a dtype of few bits."""
-    letters = shape.element_type.rstrip("0123456789")
-    name = "bool" if shape.element_type == "pred" else f"{_LETTERS.get(letters)}{shape.element_type[len(letters) :]}"
+    name = DTYPES.get(shape.element_type, "")
     known = name in ("bool", "bfloat16") or name in np.sctypeDict
     return jax.ShapeDtypeStruct(shape.dimensions, name) if known else None  # pyright: ignore[reportReturnType]
 
@@ -251,18 +250,8 @@ _CALLS = {
 }
 
 
-def _none(launches: Sequence[LaunchRow]) -> str:
-    """Says nothing of the launches."""
-    return ""
-
-
-def _kernel(
-    name: str,
-    pattern: str,
-    unsupported: Check,
-    note: Callable[[Sequence[LaunchRow]], str] = _none,
-    call: Callable[[Sequence[LaunchRow]], str] = _none,
-) -> Kernel:
+def _kernel(name: str, pattern: str, unsupported: Check, **told: Callable[[Sequence[LaunchRow]], str]) -> Kernel:
+    """Returns the entry of an operation. told: the entry's `note` and `call`."""
     usual = _CALLS.get(name, "fn = xlafuse.fuse(fn)  # which calls it here")
     code = "" if name == "padded_product" else f"from xlafuse.kernels import {name}\n\n{usual}"
     return Kernel(
@@ -271,9 +260,8 @@ def _kernel(
         package="pallas_kernels",
         compute_capabilities=_HOPPER,
         unsupported=unsupported,
-        note=note,
         code=code,
-        call=call,
+        **told,
     )
 
 
@@ -301,7 +289,7 @@ def catalogue_of(findings: Sequence[Finding] | None) -> Catalogue:
             continue
         for name in (own.name, *(name for name in taken if name != own.name), ""):
             facts = _Facts(findings=findings, name=name or own.name, pattern=own.name, is_last=not name)
-            found.append(_kernel(facts.name, own.name, facts.unsupported, facts.note, facts.call))
+            found.append(_kernel(facts.name, own.name, facts.unsupported, note=facts.note, call=facts.call))
     return tuple(found)
 
 

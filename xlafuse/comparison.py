@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hlo_analysis.records import Analysis, Comparison, Numerics, SiteRecord, StrategyResult
+from xlafuse.compilation import compilation_pool, one_at_a_time
 from xlafuse.errors import ComparisonError, InapplicablePlanError
 from xlafuse.measurements import with_recordings
 from xlafuse.models.config import PRESETS, BlockConfig
 from xlafuse.models.functional import block_function, resolve_config
 from xlafuse.models.plan import FusionPlan
 from xlafuse.models.shardings import Layout
-from xlafuse.parallel import compilation_pool, one_at_a_time
 from xlafuse.regressions import difference, is_worse
 from xlafuse.strategies import STRATEGIES, Strategy, get_strategy, resolve_strategies
 

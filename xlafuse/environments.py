@@ -133,25 +133,10 @@ def compile_in(environment: Environment, words: Sequence[str], strategy: str) ->
     paths = [*map(str, environment.folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryDirectory() as folder:
         own = ["--strategies", strategy, "--baseline", strategy, "--try", "0", "--no-numerics"]
-        command = [
-            environment.python,
-            "-m",
-            "xlafuse.cli",
-            "report",
-            *words,
-            *own,
-            "-o",
-            folder,
-            "--keep-capture",
-            folder,
-        ]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
+        own += ["-o", folder, "--keep-capture", folder]
+        command = [environment.python, "-m", "xlafuse.cli", "report", *words, *own]
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
         if done.returncode:
             last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
             raise InputError(f"{environment.name}: the program does not compile there.\n{last}")

@@ -25,6 +25,12 @@ class InapplicablePlanError(XlafuseError, NotImplementedError):
     """A fusion plan asks for an implementation that the block's configuration cannot use."""
 
 
+def check_left_to_xla(name: str, implementation: object, reason: str) -> None:
+    """Raises NotImplementedError if a caller allows only kernels, for a call that no operation computes."""
+    if implementation is not None and "xla" not in implementation:  # pyright: ignore[reportOperatorIssue]
+        raise NotImplementedError(f"{name}: implementation {implementation!r} cannot run: {reason}.")
+
+
 class ComparisonError(XlafuseError, RuntimeError):
     """No strategy gave an analysis; `reasons` maps each strategy to its reason."""
 

@@ -44,7 +44,6 @@ def find(fn: Callable[..., Any], shapes: Sequence[Any], target: Target) -> tuple
     """
     from xlafuse.fusion.api import is_differentiated
     from xlafuse.fusion.plan import make_plan
-    from xlafuse.fusion.spellings import spellings
 
     if any(
         getattr(leaf, "sharding", None) and leaf.sharding.num_devices > 1 for leaf in jax.tree.leaves(tuple(shapes))
@@ -59,7 +58,7 @@ def find(fn: Callable[..., Any], shapes: Sequence[Any], target: Target) -> tuple
             return None
         if is_differentiated(closed.jaxpr):
             return None
-        return tuple(_findings(make_plan(closed.jaxpr, spellings())))
+        return tuple(_findings(make_plan(closed.jaxpr)))
 
     return traced_for(target, search)
 

@@ -1,4 +1,4 @@
-"""Losses with optax's signatures."""
+"""A loss with optax's signature."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from xlafuse.errors import check_left_to_xla
 from xlafuse.kernels import cross_entropy
 
-__all__ = ["softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels"]
+__all__ = ["softmax_cross_entropy_with_integer_labels"]
 
 
 def softmax_cross_entropy_with_integer_labels(
@@ -42,7 +43,11 @@ def softmax_cross_entropy_with_integer_labels(
         NotImplementedError: the requested implementation cannot run, with the reason.
     """
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
-    _check_floating("softmax_cross_entropy_with_integer_labels", logits)
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(
+            f"softmax_cross_entropy_with_integer_labels: logits must be floating, got {logits.dtype.name}; cast them "
+            "first."
+        )
     axes = _axes(axis, logits.ndim)
     order = [each for each in range(logits.ndim) if each not in axes] + list(axes)
     where = None if where is None else jnp.asarray(where, bool)
@@ -55,54 +60,12 @@ def softmax_cross_entropy_with_integer_labels(
         labels = labels if where is None else jnp.where(where, labels, ignored)
         loss = cross_entropy(rows, labels, ignore_index=ignored, implementation=implementation)
         return loss.astype(logits.dtype)
-    if implementation is not None and "xla" not in implementation:
-        raise NotImplementedError(
-            f"softmax_cross_entropy_with_integer_labels: implementation {implementation!r} cannot run: the operation "
-            "leaves out rows, not single logits."
-        )
+    reason = "the operation leaves out rows, not single logits"
+    check_left_to_xla("softmax_cross_entropy_with_integer_labels", implementation, reason)
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
     target = jnp.take_along_axis(wide, labels[..., None], axis=-1)[..., 0]
     loss = jax.nn.logsumexp(wide, axis=-1, where=where) - target
     return jnp.where(jnp.any(where, axis=-1), loss, 0).astype(logits.dtype)
-
-
-def softmax_cross_entropy(
-    logits: jax.Array,
-    labels: jax.Array,
-    axis: int | tuple[int, ...] | None = -1,
-    where: jax.Array | None = None,
-) -> jax.Array:
-    """Computes `optax.softmax_cross_entropy`, whose labels are distributions, in float32 or wider.
-
-    XLA computes it: with labels as large as the logits, a kernel has nothing to save. If labels are one-hot, pass their
-    indices to `softmax_cross_entropy_with_integer_labels`.
-
-    Args:
-        logits: (..., classes), floating.
-        labels: the probability of each class, shaped like logits.
-        axis: axis of the classes; None: all axes.
-        where: which logits count, shaped like logits, or which rows, (...).
-
-    Returns:
-        The losses (...), in the dtype that logits and labels promote to.
-
-    Raises:
-        TypeError: logits are not floating.
-    """
-    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
-    _check_floating("softmax_cross_entropy", logits)
-    if where is not None:
-        where = jnp.asarray(where, bool)
-        if where.ndim != logits.ndim and axis is not None:
-            where = jnp.expand_dims(where, axis)
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    loss = -jnp.sum(labels * jax.nn.log_softmax(wide, axis, where), axis, where=where)
-    return loss.astype(jnp.result_type(logits, labels))
-
-
-def _check_floating(name: str, logits: jax.Array) -> None:
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"{name}: logits must be floating, got {logits.dtype.name}; cast them first.")
 
 
 def _axes(axis: int | tuple[int, ...], rank: int) -> tuple[int, ...]:
@@ -126,7 +89,7 @@ def _from_start(labels: jax.Array, classes: int) -> jax.Array:
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"softmax_cross_entropy_with_integer_labels: labels must be integers, got {labels.dtype.name}; of "
-            "distributions, call softmax_cross_entropy."
+            "distributions, call optax.softmax_cross_entropy."
         )
     if labels.dtype.itemsize < 4:
         labels = labels.astype(jnp.int32)

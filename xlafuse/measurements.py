@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from hlo_analysis.measured import Profile, ProfileMismatchError, join, with_meas
 from hlo_analysis.records import Analysis, Comparison, Measured
 from xlafuse.errors import XlafuseError
 from xlafuse.files import read_record
+from xlafuse.files import to_json as to_json
 
 SCHEMA_VERSION = 1
 RECORDINGS = Path(__file__).with_name("recordings")
@@ -43,11 +43,6 @@ def measurements_of(comparison: Comparison) -> Measurements:
     found = {each.name: each.analysis.measured for each in comparison.strategies if each.analysis is not None}
     measured = {name: each for name, each in found.items() if each is not None}
     return Measurements(title=comparison.title, strategies=measured)
-
-
-def to_json(measurements: Measurements) -> str:
-    """Returns the text of the file."""
-    return json.dumps(_ADAPTER.dump_python(measurements, mode="json"), indent=1, ensure_ascii=False) + "\n"
 
 
 def load(path: Path) -> Measurements:

@@ -18,6 +18,7 @@ from flax.nnx.nn import dtypes
 
 from pallas_kernels.primitives.activations import get_activation
 from xlafuse.attention import dot_product_attention
+from xlafuse.errors import check_left_to_xla
 from xlafuse.kernels import attention, batch_norm, layer_norm, linear, rms_norm
 
 __all__ = ["BatchNorm", "LayerNorm", "Linear", "RMSNorm", "attention_fn"]
@@ -210,23 +211,11 @@ def attention_fn(
     if has_dropout and dropout_rng is None:
         raise ValueError(f"attention_fn: dropout_rate is {dropout_rate}; pass dropout_rng=jax.random.key(...) with it.")
     if reason is not None:
-        _check_left_to(implementation, "attention_fn", reason)
+        check_left_to_xla("attention_fn", implementation, reason)
         return nnx.dot_product_attention(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            broadcast_dropout,
-            dropout_rng,
-            dropout_rate,
-            deterministic,
-            dtype,
-            precision,
-            module,
-            promote_dtype,
-            is_causal,
-        )
+            query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic,
+            dtype, precision, module, promote_dtype, is_causal,
+        )  # fmt: skip
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     mask = None if mask is None else mask.astype(bool)
     shape = query.shape
@@ -273,13 +262,7 @@ def _value(variable: Any) -> jax.Array | None:
 
 
 def _check_left_to_flax(module: Any, reason: str) -> None:
-    _check_left_to(module.implementation, type(module).__name__, reason)
-
-
-def _check_left_to(implementation: Implementation, name: str, reason: str) -> None:
-    """Raises NotImplementedError if the caller allows only kernels."""
-    if implementation is not None and "xla" not in implementation:
-        raise NotImplementedError(f"{name}: implementation {implementation!r} cannot run: {reason}.")
+    check_left_to_xla(type(module).__name__, module.implementation, reason)
 
 
 def __dir__() -> list[str]:

@@ -59,7 +59,7 @@ def check_plans(
     arrays, the one closest to its bound is reported. A plan that cannot run here gets a sentence instead of a record.
     """
     small = reduced(config)
-    with _on_cpu():
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
         arguments, cotangent = _inputs(small, shape, seed)
         reference = _run_float64(small, shape, arguments, cotangent, mode)
         baseline = _run(small, shape, FusionPlan(), arguments, cotangent, mode)
@@ -197,15 +197,12 @@ def _run(
 ) -> Any:
     function, _ = block_function(config, shape, plan=plan)
 
-    def forward(params: Any, x: Any, *rest: Any) -> Any:
-        return function(params, x, *rest)
-
     def gradient(params: Any, x: Any, *rest: Any) -> Any:
         _, pullback = jax.vjp(lambda params, x: function(params, x, *rest), params, x)
         return pullback(jnp.asarray(cotangent))
 
     with _interpreted(plan):
-        return jax.device_get(jax.jit(gradient if mode == "grad" else forward)(*arguments))
+        return jax.device_get(jax.jit(gradient if mode == "grad" else function)(*arguments))
 
 
 def _run_float64(
@@ -219,10 +216,6 @@ def _run_float64(
     # The setting is thread-local and undone on leaving, so that the caller's own stays.
     with jax.enable_x64(True):
         return _run(wide, shape, FusionPlan(), jax.tree.map(widen, arguments), widen(cotangent), mode)
-
-
-def _on_cpu() -> contextlib.AbstractContextManager[Any]:
-    return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
 def _interpreted(plan: FusionPlan) -> contextlib.AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from xlafuse.parallel import compilation_pool
+from xlafuse.compilation import compilation_pool, compiled
 
 if TYPE_CHECKING:
     from hlo_analysis.records import Analysis
@@ -110,7 +110,7 @@ class _Programs:
     options: dict[str, Any]
 
     def plain(self) -> Analysis:
-        return self._analysed(self.fn)
+        return compiled(self.fn, *self.arguments, **self.options)
 
     def fused(self, skip: frozenset[str]) -> tuple[Analysis | None, tuple[str, ...]]:
         """Returns the analysis with some operations skipped, and the operations called; None and () where none is."""
@@ -119,15 +119,9 @@ class _Programs:
         skipped = skip | {*self.choices.get("skip", ())}
         program = FusedProgram(self.fn, **{**self.choices, "skip": skipped})
         try:
-            analysis = self._analysed(program.function)
+            analysis = compiled(program.function, *self.arguments, **self.options)
         except Exception as error:
             if isinstance(error.__cause__, NothingFusedError):
                 return None, ()
             raise
         return analysis, tuple(site.operation for site in program.sites if site.outcome == "taken")
-
-    def _analysed(self, function: Callable[..., Any]) -> Analysis:
-        from hlo_analysis.analysis import analyze
-        from hlo_analysis.capture import capture
-
-        return analyze(capture(function, *self.arguments, **self.options))

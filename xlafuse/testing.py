@@ -71,12 +71,10 @@ def assert_fused(
             "assert_fused: expected max_launches, max_hbm_bytes, max_peak_bytes, max_value_bytes, max_collective_bytes "
             "or no_all_gather, got none"
         )
-    from hlo_analysis import analyze, capture
     from hlo_analysis.report.budget import excess_text, responsible_lines
-    from xlafuse.catalogue import KERNELS
+    from xlafuse.compilation import compiled
 
-    compiled = capture(fn, *shapes, target=target, mode=mode, compiler_options=compiler_options)
-    analysis = analyze(compiled, catalogue=KERNELS)
+    analysis = compiled(fn, *shapes, target=target, mode=mode, compiler_options=compiler_options)
     lines: list[str] = []
     for excess in excesses(analysis, limits):
         lines.append(f"{analysis.label} on {target}: {excess_text(excess)}:")

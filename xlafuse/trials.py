@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hlo_analysis.records import Analysis, Hotspot, MissedFusion, Trial
-from xlafuse.parallel import compilation_pool, one_at_a_time
+from xlafuse.compilation import compilation_pool, compiled, one_at_a_time
 
 LEAST_SAVED_US = 0.5
 """Least saving in estimated time for a remedy to help; the estimate of a launch is no finer."""
@@ -120,6 +120,11 @@ class _Program:
     shapes: tuple[Any, ...]
     options: dict[str, Any]
 
+    def compiled(self, fn: Callable[..., Any], more: Sequence[tuple[str, str]] = ()) -> Analysis:
+        """Returns the analysis of a function in the program's place, with more compiler options."""
+        options = dict((*self.analysis.provenance.compiler_options, *more))
+        return compiled(fn, *self.shapes, compiler_options=options, **self.options)
+
 
 def _trial(program: _Program, change: _Change, report: Progress) -> Trial:
     from xlafuse.fusion.program import NothingFusedError
@@ -143,7 +148,7 @@ def _effect(program: _Program, change: _Change) -> Trial:
         after, allowed = _with_operation(program, change.operation)
         words += f", allow={{{', '.join(map(repr, allowed))}}}" if allowed else ""
     else:
-        after = _compiled(program, program.fn, change.options)
+        after = program.compiled(program.fn, change.options)
     saved_us = before.estimated_us - after.estimated_us
     return Trial(
         change=words,
@@ -156,11 +161,11 @@ def _effect(program: _Program, change: _Change) -> Trial:
 
 def _with_operation(program: _Program, operation: str) -> tuple[Analysis, list[str]]:
     """Returns the analysis of the program with an operation put in, and the differences that `fuse` had to allow."""
-    from xlafuse.fusion.api import ALLOWANCES
     from xlafuse.fusion.program import FusedProgram, NothingFusedError
+    from xlafuse.fusion.spellings import ALLOWANCES
 
     try:
-        return _compiled(program, FusedProgram(program.fn, ops=[operation]).function), []
+        return program.compiled(FusedProgram(program.fn, ops=[operation]).function), []
     except Exception as error:
         if not isinstance(nothing := error.__cause__, NothingFusedError):
             raise
@@ -168,16 +173,4 @@ def _with_operation(program: _Program, operation: str) -> tuple[Analysis, list[s
         allowed = [name for name in ALLOWANCES if any(f"allow={{{name!r}}}" in reason for reason in reasons)]
         if not allowed:
             raise
-    return _compiled(program, FusedProgram(program.fn, ops=[operation], allow=allowed).function), allowed
-
-
-def _compiled(program: _Program, fn: Callable[..., Any], more: Sequence[tuple[str, str]] = ()) -> Analysis:
-    from hlo_analysis.analysis import analyze
-    from hlo_analysis.capture import capture
-    from hlo_analysis.capture.lowering import leave_out_frames, leave_out_packages
-    from xlafuse.catalogue import KERNELS
-
-    leave_out_frames(__file__)
-    leave_out_packages("xlafuse", "pallas_kernels")
-    options = dict((*program.analysis.provenance.compiler_options, *more))
-    return analyze(capture(fn, *program.shapes, compiler_options=options, **program.options), catalogue=KERNELS)
+    return program.compiled(FusedProgram(program.fn, ops=[operation], allow=allowed).function), allowed

@@ -41,7 +41,6 @@ from xlafuse.catalogue import KERNELS
 from xlafuse.fusion import Report, fuse
 from xlafuse.fusion.evaluate import evaluate
 from xlafuse.fusion.plan import make_plan
-from xlafuse.fusion.spellings import spellings
 from xlafuse.numerics import judge
 from xlafuse.regressions import costs_more
 
@@ -258,7 +257,7 @@ def by_reference(fn: Callable[..., Any]) -> Callable[..., Any]:
     def fused(*arguments: Any) -> Any:
         leaves = jax.tree.leaves(arguments)
         closed = jax.make_jaxpr(fn)(*arguments)
-        (result,) = evaluate(make_plan(closed.jaxpr, spellings()), [*closed.consts, *leaves], implementation="xla")
+        (result,) = evaluate(make_plan(closed.jaxpr), [*closed.consts, *leaves], implementation="xla")
         return result
 
     return fused

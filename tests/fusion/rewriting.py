@@ -12,7 +12,6 @@ from jax.core import eval_jaxpr  # pyright: ignore[reportAttributeAccessIssue]
 
 from xlafuse.fusion.evaluate import evaluate
 from xlafuse.fusion.plan import make_plan
-from xlafuse.fusion.spellings import spellings
 from xlafuse.numerics import judge
 
 
@@ -41,7 +40,7 @@ def checked(fn: Callable[..., Any], *arguments: jax.Array) -> list[str]:
             too; or an operation that is said to be taken is not computed.
     """
     closed = jax.make_jaxpr(lambda *own: jax.tree.leaves(fn(*own)))(*arguments)
-    plan = make_plan(closed.jaxpr, spellings())
+    plan = make_plan(closed.jaxpr)
     taken = [site.operation for each in plan.walk() for site in each.sites]
 
     def judged(*own: jax.Array) -> tuple[float, float, bool]:

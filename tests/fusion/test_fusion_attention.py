@@ -145,7 +145,7 @@ def test_no_mask_is_written_out_to_the_scores():
         return jax.nn.dot_product_attention(q, k, v, bias=bias + jnp.where(padding, 0, -1e9), mask=mask)
 
     padding = jnp.ones((1, 1, 1, LENGTH), bool)
-    fused = jax.make_jaxpr(xlafuse.fuse(fn, verify=None))(Q, K, V, BIAS[:, :, :1], PADDING, padding)
+    fused = jax.make_jaxpr(xlafuse.fuse(fn))(Q, K, V, BIAS[:, :, :1], PADDING, padding)
     sizes = [each.aval for equation in fused.jaxpr.eqns for each in equation.outvars if each.aval.dtype == jnp.bool_]
     assert max((each.size for each in sizes), default=0) <= BATCH * LENGTH
 

@@ -14,7 +14,7 @@ from xlafuse.fusion import fuse
 from xlafuse.fusion.layouts import RULES
 from xlafuse.fusion.plan import Plan, make_plan
 from xlafuse.fusion.program import FusedProgram, NothingFusedError
-from xlafuse.fusion.spellings import spellings
+from xlafuse.fusion.spellings import Choices
 from xlafuse.models.config import get_preset
 from xlafuse.models.functional import block_function
 
@@ -169,7 +169,7 @@ def planned(fn, *arguments, ops=None) -> Plan:
     target = load_target("h200")
     structs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arguments]
     with name_target_in_meshes(target), jax.sharding.use_abstract_mesh(mesh_of_one(target)):
-        return make_plan(jax.make_jaxpr(fn)(*structs).jaxpr, spellings(ops), ops=ops)
+        return make_plan(jax.make_jaxpr(fn)(*structs).jaxpr, Choices(ops and tuple(ops)))
 
 
 X, SCALE, W = normal((512, 1024), BF16), normal((1024,)), normal((1024, 1024), BF16)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import recorded_choices
-from xlafuse.losses import softmax_cross_entropy, softmax_cross_entropy_with_integer_labels
+from xlafuse.losses import softmax_cross_entropy_with_integer_labels
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -88,28 +88,6 @@ def test_gradient():
     np.testing.assert_allclose(ours, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("axis", [-1, 1])
-def test_distributions(axis):
-    labels = np.asarray(jax.nn.softmax(GENERATOR.standard_normal(LOGITS.shape).astype(np.float32)))
-    log_probabilities = -np.stack([losses(LOGITS, np.full((4, 5), k)) for k in range(12)], -1)
-    expected = -(labels * log_probabilities).sum(-1)
-    moved = [np.moveaxis(each, -1, axis) for each in (LOGITS, labels)]
-    assert_close(softmax_cross_entropy(*moved, axis=axis), expected)
-    assert_close(softmax_cross_entropy(*moved, axis=axis, where=ROWS), np.where(ROWS, expected, 0))
-
-
-def test_distributions_over_some_logits():
-    labels = np.asarray(jax.nn.one_hot(np.where(SOME.any(-1), SOME.argmax(-1), 0), 12))
-    ours = softmax_cross_entropy(LOGITS, labels, where=SOME)
-    assert_close(ours, losses(LOGITS, SOME.argmax(-1), SOME))
-
-
-def test_distributions_over_all_axes_and_in_16_bits():
-    logits, labels = jnp.asarray(LOGITS[0, 0], jnp.bfloat16), jax.nn.one_hot(3, 12, dtype=jnp.bfloat16)
-    assert_close(softmax_cross_entropy(logits, labels, axis=None), losses(logits, 3), jnp.bfloat16)
-    assert_close(softmax_cross_entropy(logits, labels.astype(jnp.float32)), losses(logits, 3))
-
-
 @pytest.mark.parametrize(
     ("logits", "labels", "options", "error", "words"),
     [
@@ -125,8 +103,3 @@ def test_distributions_over_all_axes_and_in_16_bits():
 def test_bad_input(logits, labels, options, error, words):
     with pytest.raises(error, match=words):
         softmax_cross_entropy_with_integer_labels(logits, labels, **options)
-
-
-def test_distributions_of_logits_that_are_integers():
-    with pytest.raises(TypeError, match="logits must be floating"):
-        softmax_cross_entropy(LABELS, LABELS)

@@ -11,7 +11,7 @@ import pytest
 
 import pallas_kernels
 from xlafuse.bench.block import make_case
-from xlafuse.models import BlockConfig, block_function, kernels
+from xlafuse.models import BlockConfig, block, block_function
 from xlafuse.numerics import check_plans
 from xlafuse.strategies import get_strategy
 
@@ -46,7 +46,7 @@ def calls(monkeypatch) -> list[str]:
     names = ("rms_norm", "layer_norm", "linear", "softmax")
     fused = pallas_kernels.MOST_FUSED_NORM_ROWS
     operations = types.SimpleNamespace(MOST_FUSED_NORM_ROWS=fused, **{name: imitation(name) for name in names})
-    monkeypatch.setattr(kernels, "pallas_kernels", operations)
+    monkeypatch.setattr(block, "pallas_kernels", operations)
     return called
 
 

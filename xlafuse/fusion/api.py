@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,9 +22,8 @@ from pallas_kernels.primitives.partitioned import may_be_partitioned
 from xlafuse.fusion.cache import rewritten
 from xlafuse.fusion.modules import Modules, bound_module
 from xlafuse.fusion.report import Report, make_report
-from xlafuse.fusion.spellings import spellings
+from xlafuse.fusion.spellings import Choices
 
-ALLOWANCES = ("rounding",)
 UNSEEN_SHARDINGS = (
     "A trace cannot see how jax.jit spreads arrays: where the program is compiled for several devices, they share a "
     "site's work, or XLA computes it, and a KernelWarning says so. pallas_kernels.recorded_choices around compiling "
@@ -49,7 +48,6 @@ def fuse[**P, T](
     skip: Collection[str] = (),
     allow: Collection[str] = (),
     report: Callable[[Report], object] | None = None,
-    verify: Literal["numerics"] | None = None,
 ) -> Callable[P, T]:
     """Returns a function that computes what `fn` does, with calls of the operations of `xlafuse.kernels`.
 
@@ -73,7 +71,6 @@ def fuse[**P, T](
         skip: operations to leave out, by name. Smaller operations may take their parts.
         allow: differences to accept. "rounding": the program rounds an intermediate value that the operation does not.
         report: called with a `Report` each time the function is traced.
-        verify: "numerics" also runs both programs on random arguments, at each trace, and raises where they differ.
 
     Returns:
         A function with the arguments and results of `fn`. Each call traces `fn`: put it under `jax.jit`. `fuse`
@@ -87,13 +84,7 @@ def fuse[**P, T](
         raise TypeError(f"fuse: expected a function, got {type(fn).__name__}; call fuse(f) and not fuse(f(x)).")
     if isinstance(skip, str):
         raise TypeError(f"fuse: skip must be a collection of names, got {skip!r}; write skip={{{skip!r}}}.")
-    sought = spellings(ops, skip)
-    for name in allow:
-        if name not in ALLOWANCES:
-            raise ValueError(f"fuse: unknown allowance {name!r}; there are {', '.join(map(repr, ALLOWANCES))}.")
-    if verify not in (None, "numerics"):
-        raise ValueError(f"fuse: verify must be 'numerics' or None, got {verify!r}.")
-    choices = frozenset(allow), None if ops is None else tuple(ops), frozenset(skip)
+    choices = Choices(None if ops is None else tuple(ops), frozenset(skip), frozenset(allow))
     name = getattr(fn, "__qualname__", type(fn).__name__)
 
     def run(closed: Any, arrays: Sequence[Any]) -> Sequence[Any]:
@@ -103,11 +94,7 @@ def fuse[**P, T](
             if report is not None:
                 report(Report(function=name, notes=(reason,)))
             return eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
-        found = rewritten(closed, inputs, sought, *choices, getattr(fn, "__code__", type(fn)))
-        if verify and found.plan.changes:
-            from xlafuse.fusion.verify import check_numerics
-
-            check_numerics(name, found.plan, closed)
+        found = rewritten(closed, inputs, choices, getattr(fn, "__code__", type(fn)))
         if report is not None:
             in_gradient = any(map(_has_tangent, inputs))
             told = make_report(name, found.plan, found.choices, outside=__file__, in_gradient=in_gradient)

@@ -44,6 +44,12 @@ class Binding:
         return self.places, self.parts, self.order, self.shape, self.missing
 
 
+def whole(value: Value) -> Binding:
+    """Returns a value as an argument of its shape."""
+    places = tuple((0, 1, size) for size in value.shape)
+    return Binding(value, places, value.shape, tuple(range(len(value.shape))), value.shape)
+
+
 def is_permuted(order: tuple[int, ...]) -> bool:
     """Returns whether an order moves axes."""
     return order != tuple(range(len(order)))

@@ -17,7 +17,7 @@ from xlafuse.fusion.evaluate import evaluate
 from xlafuse.fusion.graph import frozen
 from xlafuse.fusion.plan import Plan, make_plan
 from xlafuse.fusion.site import Site
-from xlafuse.fusion.spelling import Spelling
+from xlafuse.fusion.spellings import Choices
 
 
 @dataclass(frozen=True)
@@ -39,41 +39,31 @@ class _Request:
     """A program to rewrite. Two are equal where the program and everything that its rewriting depends on are equal."""
 
     key: Any
+    choices: Choices
+    avals: tuple[Any, ...]
     closed: Any = field(compare=False)
-    inputs: Any = field(compare=False)
 
 
-def rewritten(
-    closed: Any,
-    inputs: Sequence[Any],
-    spellings: tuple[Spelling, ...],
-    allow: frozenset[str],
-    ops: tuple[str, ...] | None,
-    skip: frozenset[str],
-    source: Any,
-) -> Rewritten:
+def rewritten(closed: Any, inputs: Sequence[Any], choices: Choices, source: Any) -> Rewritten:
     """Rewrites a closed jaxpr to a program of its constants and arguments, or looks up the one made before.
 
     inputs: the constants and arguments. source: the code whose lines a report names. The cache tells programs apart by
     their equations, shapes, dtypes, mesh and configuration.
     """
-    avals = tuple(jax.typeof(each) for each in inputs)
     settings = (config.trace_context(), jax.default_backend())
-    program = canonical(closed.jaxpr)
-    key = (program, avals, tuple(map(id, spellings)), allow, ops, skip, source, settings)
-    return _rewritten(_Request(key, closed, (avals, spellings, allow, ops, skip)))
+    key = canonical(closed.jaxpr), source, settings
+    return _rewritten(_Request(key, choices, tuple(jax.typeof(each) for each in inputs), closed))
 
 
 @functools.lru_cache(maxsize=32)
 def _rewritten(request: _Request) -> Rewritten:
-    avals, *choices = request.inputs
-    plan = make_plan(request.closed.jaxpr, *choices)
+    plan = make_plan(request.closed.jaxpr, request.choices)
     made: dict[Site, Choice] = {}
 
     def keep(site: Site, choice: Choice) -> None:
         made[site] = choice if choice.parts or site not in made else made[site]
 
-    program = jax.make_jaxpr(lambda *inputs: evaluate(plan, inputs, keep))(*avals)
+    program = jax.make_jaxpr(lambda *inputs: evaluate(plan, inputs, keep))(*request.avals)
     return Rewritten(plan, program, jax.jit(jex.jaxpr_as_fun(program), inline=True), made)
 
 

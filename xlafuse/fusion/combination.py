@@ -9,24 +9,22 @@ from pallas_kernels.primitives.platform import target_device
 from xlafuse.fusion.binding import Binding, is_permuted, is_whole
 from xlafuse.fusion.graph import Equation, Graph, Value, behind, readers
 from xlafuse.fusion.site import Site, implementation_of
+from xlafuse.fusion.spellings import OPERATIONS, Choices
 from xlafuse.fusion.worth import copies_more
 
 PRODUCTS = ("linear", "gated_linear", "qkv_projection")
-PARTS = ("rotation", "dequantized")
-"""What is no operation by itself."""
 
 
 class Combination:
     """The sites of a graph while rules combine them.
 
-    judges: whether it leaves to XLA what XLA computes best. returned: the graph's outputs. owners: the site that an
-    equation is part of.
+    choices: the operations that may be called. judges: whether it leaves to XLA what XLA computes best. returned: the
+    graph's outputs. owners: the site that an equation is part of.
     """
 
-    def __init__(self, graph: Graph, sites: Sequence[Site], ops: Collection[str] | None, skip: Collection[str]):
-        self._ops = ops
-        self._skip = skip
-        self.judges = ops is None and target_device().is_hopper
+    def __init__(self, graph: Graph, sites: Sequence[Site], choices: Choices):
+        self.choices = choices
+        self.judges = choices.ops is None and target_device().is_hopper
         self.returned = set(graph.outputs)
         self._implementations: dict[Any, str | None] = {}
         self._producers: dict[Value, Site] = {}
@@ -51,10 +49,6 @@ class Combination:
         self.replace(dropped, [])
         return dropped
 
-    def is_wanted(self, operation: str) -> bool:
-        """Returns whether an operation may be called."""
-        return (self._ops is None or operation in self._ops) and operation not in self._skip
-
     def _add(self, site: Site) -> None:
         self._sites[id(site)] = site
         self._producers |= dict.fromkeys(site.results, site)
@@ -74,7 +68,7 @@ class Combination:
         implementation = self.implementation(new)
         if implementation is None or (self.judges and copies_more(new)):
             return False
-        parts = (self.implementation(site) for site in old if site.operation not in PARTS)
+        parts = (self.implementation(site) for site in old if site.operation not in OPERATIONS)
         return implementation != "xla" or all(part == "xla" for part in parts)
 
     def implementation(self, site: Site) -> str | None:

@@ -7,37 +7,37 @@ and one of its parts would not, the parts stay.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from xlafuse.fusion.binding import Binding, is_cut, is_permuted, is_whole, order_of
-from xlafuse.fusion.combination import PARTS, PRODUCTS, Combination
+from xlafuse.fusion.binding import Binding, is_cut, is_permuted, is_whole, order_of, whole
+from xlafuse.fusion.combination import PRODUCTS, Combination
 from xlafuse.fusion.graph import Equation, Graph, Value, depends_on
 from xlafuse.fusion.layouts import element, peel
 from xlafuse.fusion.odd_sizes import NAME as PADDED
 from xlafuse.fusion.prepare import Normed, with_weight
 from xlafuse.fusion.projection import project
 from xlafuse.fusion.schedule import is_acyclic
-from xlafuse.fusion.site import Refusal, Site
+from xlafuse.fusion.site import NORMS, Refusal, Site
+from xlafuse.fusion.spellings import OPERATIONS, Choices
 from xlafuse.fusion.streams import with_streams
 from xlafuse.fusion.worth import COPIES, with_gradients_only, worthwhile
 
-_NORMS = ("rms_norm", "layer_norm")
 _CUT = "it rotates some of an array's tokens or columns; a kernel would need copies of them"
 
 
 def combined(
-    graph: Graph, sites: Sequence[Site], ops: Collection[str] | None, skip: Collection[str] = ()
+    graph: Graph, sites: Sequence[Site], choices: Choices
 ) -> tuple[tuple[Site, ...], tuple[Site, ...], list[Refusal]]:
     """Combines sites and drops parts and unwanted operations.
 
     Returns the sites, those that stay as they are written, and what was refused.
     """
-    combination = Combination(graph, sites, ops, skip)
+    combination = Combination(graph, sites, choices)
     copying = combination.drop_copying()
     _apply_rules(combination)
     together = combination.sites
@@ -52,8 +52,8 @@ def combined(
         Refusal(operation=site.operation, value=site.results[0], reason=COPIES, covered=site.covered)
         for site in copying
     ]
-    wanted = [site for site in together if site.operation not in PARTS and combination.is_wanted(site.operation)]
-    options = {"keeps_all": ops is not None, "pads": combination.is_wanted(PADDED)}
+    wanted = [site for site in together if site.operation not in OPERATIONS and site.operation in choices]
+    options = {"keeps_all": choices.ops is not None, "pads": PADDED in choices}
     called, written, more = worthwhile(graph, wanted, combination.implementation, **options)
     called = with_streams(graph, called, combination.implementation)
     if combination.judges:
@@ -62,27 +62,27 @@ def combined(
 
 
 def _apply_rules(combination: Combination) -> None:
-    """Applies the rules, one after the other; each looks at one site."""
-    for name, rule in (
-        ("cross_entropy", _sum_losses),
-        ("quantized_linear", _quantize),
-        ("rope", _pass_through),
-        ("rope", _pair),
-        ("linear", _add_before_norms),
-        ("qkv_projection", project),
-        ("linear_residual_norm", _give_mean_squares),
-        ("rope", _rotate),
-        ("linear_cross_entropy", _take_logits),
-        (None, _normalize),
+    """Applies the rules, one after the other; each looks at one site of some operations."""
+    for wanted, operations, rule in (
+        ("cross_entropy", ("cross_entropy",), _sum_losses),
+        ("quantized_linear", ("linear",), _quantize),
+        ("rope", ("rotation",), _pass_through),
+        ("rope", ("rotation",), _pair),
+        ("linear", NORMS, _add_before_norms),
+        ("qkv_projection", ("linear",), project),
+        ("linear_residual_norm", ("rms_norm",), _give_mean_squares),
+        ("rope", ("rotation",), _rotate),
+        ("linear_cross_entropy", ("cross_entropy",), _take_logits),
+        (None, NORMS, _normalize),
     ):
-        if name is None or combination.is_wanted(name):
+        if wanted is None or wanted in combination.choices:
             for site in combination.sites:
-                if site in combination:
+                if site in combination and site.operation in operations:
                     rule(combination, site)
 
 
 def _sum_losses(combination: Combination, loss: Site) -> None:
-    if loss.operation != "cross_entropy" or "reduction" in loss.options or len(loss.results[0].shape) == 0:
+    if "reduction" in loss.options or len(loss.results[0].shape) == 0:
         return
     value = loss.results[0]
     skipped: list[Equation] = []
@@ -110,8 +110,6 @@ def _sum_losses(combination: Combination, loss: Site) -> None:
 
 
 def _quantize(combination: Combination, product: Site) -> None:
-    if product.operation != "linear":
-        return
     w = product.arrays["w"]
     weight = combination.origin(w.value)
     if weight is None or weight.operation != "dequantized" or w.value is not weight.results[0]:
@@ -133,7 +131,7 @@ def _quantize(combination: Combination, product: Site) -> None:
 def _pass_through(combination: Combination, rotation: Site) -> None:
     """Takes in the last columns of heads, which are joined to the rotated ones as they are."""
     result = rotation.results[0]
-    if rotation.operation != "rotation" or result in combination.returned or len(result.users) != 1:
+    if result in combination.returned or len(result.users) != 1:
         return
     (join,), x, rotated = result.users, rotation.arrays["x"], result.shape[-1]
     if join.primitive != "concatenate" or join.params["dimension"] != len(result.shape) - 1 or len(join.inputs) != 2:
@@ -159,7 +157,7 @@ def _pass_through(combination: Combination, rotation: Site) -> None:
 
 def _pair(combination: Combination, first: Site) -> None:
     """Makes `rope` of a rotation and a later one by the same angles."""
-    if first.operation != "rotation" or is_cut(first.arrays["x"]):
+    if is_cut(first.arrays["x"]):
         return
     others = (site for site in combination.sites if site.operation == "rotation" and site is not first)
     later = sorted((site for site in others if site.root.index > first.root.index), key=lambda s: s.root.index)
@@ -181,9 +179,7 @@ def _pair(combination: Combination, first: Site) -> None:
 
 def _rotate(combination: Combination, rotation: Site) -> None:
     """Makes `rope` of a rotation that has no other like it."""
-    if rotation.operation != "rotation" or is_cut(rotation.arrays["x"]):
-        return
-    if combination.accepts(new := _rotation(rotation), []):
+    if not is_cut(rotation.arrays["x"]) and combination.accepts(new := _rotation(rotation), []):
         combination.replace([rotation], [new])
 
 
@@ -194,7 +190,7 @@ def _rotation(site: Site) -> Site:
 
 def _add_before_norms(combination: Combination, norm: Site) -> None:
     """Moves the sum before a norm to the product that is one of its sides."""
-    if norm.operation not in _NORMS or "residual" not in norm.arrays:
+    if "residual" not in norm.arrays:
         return
     for one, other in (("x", "residual"), ("residual", "x")):
         product = combination.producer_of(norm.arrays[one])
@@ -221,7 +217,7 @@ def _add_before_norms(combination: Combination, norm: Site) -> None:
 
 def _give_mean_squares(combination: Combination, norm: Site) -> None:
     """Makes `linear_residual_norm` of a product, a sum, and a norm without a scale in front of products."""
-    if norm.operation != "rms_norm" or set(norm.arrays) != {"x"}:
+    if set(norm.arrays) != {"x"}:
         return
     product = combination.producer_of(norm.arrays["x"])
     if product is None or product.operation != "linear" or "residual" not in product.arrays:
@@ -239,7 +235,7 @@ def _give_mean_squares(combination: Combination, norm: Site) -> None:
         orders=(product.orders[0], ()),
         covered=product.covered | norm.covered,
     )
-    given = Binding(mean_square, tuple((0, 1, n) for n in rows), rows, tuple(range(len(rows))), rows)
+    given = whole(mean_square)
     new = [_normed(site, norm, given) for site in readers if site is not None]
     if combination.accepts(added, [product]) and all(combination.accepts(s, [norm]) for s in new):
         combination.replace([product, norm, *(s for s in readers if s is not None)], [added, *new])
@@ -247,7 +243,7 @@ def _give_mean_squares(combination: Combination, norm: Site) -> None:
 
 def _normalize(combination: Combination, norm: Site) -> None:
     """Moves a norm into the product behind it."""
-    if norm.operation not in _NORMS or "residual" in norm.arrays:
+    if "residual" in norm.arrays:
         return
     readers = combination.readers(norm.results[0])
     if len(readers) != 1 or not all(_is_normed(combination, site, norm) for site in readers):
@@ -255,7 +251,7 @@ def _normalize(combination: Combination, norm: Site) -> None:
     (product,) = readers
     assert product is not None
     new = _normed(product, norm)
-    if combination.is_wanted(new.operation) and combination.accepts(new, [norm, product]):
+    if new.operation in combination.choices and combination.accepts(new, [norm, product]):
         combination.replace([norm, product], [new])
 
 
@@ -282,8 +278,6 @@ def _normed(product: Site, norm: Site, mean_square: Binding | None = None) -> Si
 
 
 def _take_logits(combination: Combination, loss: Site) -> None:
-    if loss.operation != "cross_entropy":
-        return
     logits, labels = loss.arrays["logits"], loss.arrays["labels"]
     of_all = combination.producer_of(logits)
     product = of_all or combination.origin(logits.value)

@@ -270,7 +270,7 @@ class Matcher:
             parts, number = ways[done]
             done += 1
             for place, (ref, sign) in enumerate(parts):
-                inner = self._expand_found(kind, ref)
+                inner = self._expand(kind, ref)
                 if inner is None:
                     continue
                 new, total = [], _with(kind, number, inner[1], sign)
@@ -285,9 +285,6 @@ class Matcher:
 
     def _expand(self, kind: str, ref: Ref) -> tuple[list[tuple[Ref, int]], float] | None:
         return expand(kind, ref)
-
-    def _expand_found(self, kind: str, ref: Ref) -> tuple[list[tuple[Ref, int]], float] | None:
-        return self._expand(kind, ref)
 
     def _in_dtype(self, wanted: Ref, found: Ref, so_far: Match) -> Match | None:
         """Returns the match if an element has the dtype that the pattern has there."""

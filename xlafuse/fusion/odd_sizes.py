@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.primitives.odd_sizes import Padding, padded_product, padding_of
-from xlafuse.fusion.binding import Binding
+from xlafuse.fusion.binding import whole
 from xlafuse.fusion.graph import Equation, Graph, Value, frozen, readers
 from xlafuse.fusion.site import Site
 from xlafuse.fusion.terms import primitives_before
@@ -90,7 +90,7 @@ def _padded(product: Equation, owned: Collection[Equation], returned: Collection
         return None
     return PaddedProduct(
         operation=NAME,
-        arrays={"lhs": _whole(lhs), "rhs": _whole(rhs)},
+        arrays={"lhs": whole(lhs), "rhs": whole(rhs)},
         options={},
         results=(result,),
         orders=((),),
@@ -107,8 +107,3 @@ def _minor_axis(value: Value) -> int:
             order = [value.equation.params["permutation"][axis] for axis in order]
         value = value.equation.inputs[0]
     return order.index(len(order) - 1)
-
-
-def _whole(value: Value) -> Binding:
-    places = tuple((0, 1, size) for size in value.shape)
-    return Binding(value, places, value.shape, tuple(range(len(value.shape))), value.shape)

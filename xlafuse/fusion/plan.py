@@ -15,7 +15,7 @@ from xlafuse.fusion.odd_sizes import padded_products
 from xlafuse.fusion.reasons import refusals
 from xlafuse.fusion.search import Search
 from xlafuse.fusion.site import Refusal, Site
-from xlafuse.fusion.spelling import Spelling
+from xlafuse.fusion.spellings import Choices
 from xlafuse.fusion.words import noun
 
 
@@ -67,20 +67,14 @@ BODIES = {
 """Primitives whose bodies are rewritten, too. Not `custom_vjp_call`, whose rules belong to its own body."""
 
 
-def make_plan(
-    jaxpr: Any,
-    spellings: Sequence[Spelling],
-    allow: frozenset[str] = frozenset(),
-    ops: Sequence[str] | None = None,
-    skip: frozenset[str] = frozenset(),
-) -> Plan:
-    """Plans a `Jaxpr`. ops: the operations that it may call; None: all. skip: those that it may not."""
+def make_plan(jaxpr: Any, choices: Choices = Choices()) -> Plan:  # noqa: B008 (it is frozen)
+    """Plans a `Jaxpr`."""
     graph = build(jaxpr)
-    search = Search(graph, allow)
-    candidates = [site for spelling in spellings for site in search.sites(spelling)]
+    search = Search(graph, choices.allow)
+    candidates = [site for spelling in choices.spellings for site in search.sites(spelling)]
     sites, overlapping = _reading_only_results(*_without_overlap(graph, candidates))
-    sites, written, combining = combined(graph, sites, ops, skip)
-    if (ops is None or PADDED in ops) and PADDED not in skip:
+    sites, written, combining = combined(graph, sites, choices)
+    if PADDED in choices:
         padded = padded_products(graph, sites)
         roots = {site.root for site in padded}
         sites, written = (*sites, *padded), tuple(site for site in written if roots.isdisjoint(site.covered))
@@ -90,13 +84,13 @@ def make_plan(
         for name in BODIES.get(equation.primitive, ()):
             given = equation.params[name]
             own = given if isinstance(given, tuple | list) else (given,)
-            bodies[name] = tuple(make_plan(getattr(body, "jaxpr", body), spellings, allow, ops, skip) for body in own)
+            bodies[name] = tuple(make_plan(getattr(body, "jaxpr", body), choices) for body in own)
         if bodies:
             inner[equation] = bodies
 
     def why_not() -> tuple[Refusal, ...]:
         found = refusals(search, (*sites, *written), combining, overlapping)
-        return tuple(each for each in found if (ops is None or each.operation in ops) and each.operation not in skip)
+        return tuple(each for each in found if each.operation in choices)
 
     return Plan(graph=graph, sites=sites, written=written, inner=inner, why_not=why_not)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 
 from hlo_analysis.records import SiteRecord
 from xlafuse.errors import XlafuseError
 from xlafuse.fusion.api import fuse
-from xlafuse.fusion.report import Report
+from xlafuse.fusion.report import Report, SiteLeft
 
 _NEAREST = 3
 """The largest number of sites not taken that an error names."""
@@ -33,18 +33,12 @@ class NothingFusedError(XlafuseError, NotImplementedError):
 class FusedProgram:
     """A function through `fuse`, and what the last trace of it found.
 
-    function: what to compile in place of `fn`. Tracing it raises `NothingFusedError` where no site is taken.
+    function: what to compile in place of `fn`. Tracing it raises `NothingFusedError` where no site is taken. choices:
+    `ops`, `skip` and `allow` of `fuse`.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        *,
-        ops: Sequence[str] | None = None,
-        skip: Collection[str] = (),
-        allow: Collection[str] = (),
-    ):
-        self.function = _jitted_alike(fuse(fn, ops=ops, skip=skip, allow=allow, report=self._found), fn)
+    def __init__(self, fn: Callable[..., Any], **choices: Any):
+        self.function = _jitted_alike(fuse(fn, report=self._found, **choices), fn)
         self._report: Report | None = None
 
     def _found(self, report: Report) -> None:
@@ -69,16 +63,15 @@ def _jitted_alike(fused: Callable[..., Any], fn: Callable[..., Any]) -> Callable
 
 def site_records(report: Report) -> tuple[SiteRecord, ...]:
     """Returns the sites of a report as records of a comparison, those taken first."""
-    taken = (
+    taken = [
         SiteRecord(operation=site.operation, source=site.where, outcome="taken", implementation=site.implementation)
         for site in report.taken
-    )
-    left = (
-        SiteRecord(operation=site.operation, source=site.where, outcome="left to XLA", reason=site.reason)
-        for site in report.left
-    )
-    refused = (
-        SiteRecord(operation=site.operation, source=site.where, outcome="refused", reason=site.reason)
-        for site in report.refused
-    )
-    return (*taken, *left, *refused)
+    ]
+
+    def others(outcome: Literal["left to XLA", "refused"], sites: Sequence[SiteLeft]) -> list[SiteRecord]:
+        return [
+            SiteRecord(operation=site.operation, source=site.where, outcome=outcome, reason=site.reason)
+            for site in sites
+        ]
+
+    return (*taken, *others("left to XLA", report.left), *others("refused", report.refused))

@@ -15,7 +15,7 @@ from xlafuse.fusion.site import Site
 
 def project(combination: Combination, product: Site) -> None:
     """Makes one operation of the products of query, key and value, one of which is given, and what follows them."""
-    if product.operation != "linear" or set(product.arrays) - {"x", "w", "bias"} or product.options:
+    if set(product.arrays) - {"x", "w", "bias"} or product.options:
         return
     x = product.arrays["x"]
     same = [s for s in combination.sites if s.operation == "linear" and s.arrays["x"] == x]

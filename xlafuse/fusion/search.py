@@ -14,7 +14,7 @@ from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, build, depends
 from xlafuse.fusion.match import Failure, Match, Matcher, Pattern
 from xlafuse.fusion.near import computes_wide, nearest
 from xlafuse.fusion.repeats import Repeats
-from xlafuse.fusion.site import Refusal, Site
+from xlafuse.fusion.site import NORMS, Refusal, Site
 from xlafuse.fusion.spelling import Proposal, Spelling
 from xlafuse.fusion.spellings import OPERATIONS
 from xlafuse.fusion.terms import primitives_before
@@ -168,7 +168,7 @@ def _make_site(
     if spelling.changed:
         own = _dependent(covered, [arrays[name].value for name in spelling.changed])
         covered, shared = own, covered - own
-    if spelling.operation in ("rms_norm", "layer_norm") and (pair := _summands(arrays)) is not None:
+    if spelling.operation in NORMS and (pair := _summands(arrays)) is not None:
         arrays["x"], arrays["residual"], total = pair
         results, orders = (value, total), (proposal.order, ())
         covered |= equations_between(total, (arrays["x"], arrays["residual"]))

@@ -19,6 +19,8 @@ from pallas_kernels.primitives.sharing import described
 from xlafuse.fusion.binding import Binding, is_permuted
 from xlafuse.fusion.graph import Equation, Value, is_free
 
+NORMS = ("rms_norm", "layer_norm")
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Site:

@@ -63,9 +63,33 @@ class Spelling:
     changed: tuple[str, ...] = ()
 
 
+def adding(**options: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Returns what makes a call's options of these, without those that are None, and of what is found."""
+    given = {name: each for name, each in options.items() if each is not None}
+    return lambda found: {**given, **found}
+
+
+def struct(like: Value, *shape: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    """Returns an argument's shape, and its dtype: a value's, unless another is given."""
+    return jax.ShapeDtypeStruct(shape, like.dtype if dtype is None else dtype)
+
+
 def wide(dtype: Any) -> Any:
     """Returns the dtype that operations compute in."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def fast_normed(
+    value: jax.Array, axes: int | tuple[int, ...], *, epsilon: float, clipped: bool, keepdims: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normalizes along axes with the variance as E[x²] - E[x]², as Flax does by default.
+
+    Returns mean and variance, too. clipped: whether the variance is 0 at least. keepdims: whether these keep the axes.
+    """
+    mean = jnp.mean(value, axis=axes, keepdims=keepdims)
+    variance = jnp.mean(jnp.square(value), axis=axes, keepdims=keepdims) - jnp.square(mean)
+    variance = jnp.maximum(0.0, variance) if clipped else variance
+    return (value - mean) * jax.lax.rsqrt(variance + epsilon), mean, variance
 
 
 def is_narrow(value: Value) -> bool:

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from xlafuse.fusion.binding import is_whole
 from xlafuse.fusion.graph import Equation, Graph, Value, behind, readers
-from xlafuse.fusion.site import Site
+from xlafuse.fusion.site import NORMS, Site
 
-_NORMS = ("rms_norm", "layer_norm")
 _SAME = ("reshape", "squeeze", "convert_element_type")
 
 
@@ -39,7 +38,7 @@ def with_streams(graph: Graph, sites: Sequence[Site], implementation: Callable[[
 
 def _normalised(site: Site) -> Value | None:
     """Returns the input of the site's norm; None without a norm, or if the norm has no scale or adds a residual."""
-    is_norm = site.operation in _NORMS and "scale" in site.arrays and "residual" not in site.arrays
+    is_norm = site.operation in NORMS and "scale" in site.arrays and "residual" not in site.arrays
     has_norm = "norm_scale" in site.arrays and "norm_mean_square" not in site.arrays
     if not (is_norm or has_norm) or not is_whole(site.arrays["x"]):
         return None
@@ -50,5 +49,5 @@ def _only_adds(owner: Site | None, reader: Equation, value: Value) -> bool:
     if owner is None:
         return reader.primitive == "add"
     names = {name for name, binding in owner.arrays.items() if behind(binding.value, _SAME) is behind(value, _SAME)}
-    sides = {"x", "residual"} if owner.operation in _NORMS and "residual" in owner.arrays else {"residual"}
+    sides = {"x", "residual"} if owner.operation in NORMS and "residual" in owner.arrays else {"residual"}
     return names <= sides

@@ -16,7 +16,7 @@ from xlafuse.fusion.binding import Binding, has_all, is_permuted
 from xlafuse.fusion.graph import LAYOUTS, Equation, Graph, Value, behind
 from xlafuse.fusion.odd_sizes import padding_for
 from xlafuse.fusion.prepare import Normed
-from xlafuse.fusion.site import Refusal, Site
+from xlafuse.fusion.site import NORMS, Refusal, Site
 from xlafuse.fusion.spellings import OF_GRADIENTS
 from xlafuse.fusion.terms import ELEMENTWISE
 
@@ -24,7 +24,6 @@ _STREAMING = frozenset(("rms_norm", "layer_norm", "softmax", "bias_activation", 
 """Operations that take as long as it takes to read and write their arrays."""
 _READING = _STREAMING | {"cross_entropy"}
 """Those that read large arrays."""
-_NORMS = ("rms_norm", "layer_norm")
 _ELEMENTWISE = ("bias_activation", "gated_activation")
 """Those that compute each element by itself."""
 _APART = frozenset((
@@ -90,7 +89,7 @@ def with_gradients_only(graph: Graph, sites: Sequence[Site]) -> tuple[Site, ...]
     around = _Neighbours(graph, sites)
     return tuple(
         replace(site, results=site.results[:1], orders=site.orders[:1], is_for_gradients=True)
-        if site.operation in ("rms_norm", "layer_norm") and around.is_written_for(site)
+        if site.operation in NORMS and around.is_written_for(site)
         else site
         for site in sites
     )
@@ -102,7 +101,7 @@ def _of_sum(norm: Site) -> Site | None:
     The norm's gradient by XLA reads and writes more: the gradient of a sublayer of 8192 x 1024 with dropout moves 1434
     MB without the kernel, and 1312 with it.
     """
-    if norm.operation not in _NORMS or "residual" not in norm.arrays:
+    if norm.operation not in NORMS or "residual" not in norm.arrays:
         return None
     total = norm.results[1]
     arrays = {name: each for name, each in norm.arrays.items() if name != "residual"}
@@ -182,7 +181,7 @@ class _Neighbours:
                 return f"{name} is a part of a padded product, which XLA fuses it with; a kernel would need a copy"
             if is_large and _is_sliced(binding):
                 return f"XLA fuses it with the slice that {name} is; a kernel would need a copy of that"
-            is_sum = site.operation in _NORMS and binding.value.equation is producer and _adds_two(producer)
+            is_sum = site.operation in NORMS and binding.value.equation is producer and _adds_two(producer)
             if producer is not None and is_large and self._readers(producer.outputs[0]) <= site.covered and not is_sum:
                 return (
                     f"XLA fuses it with {producer.primitive}, which computes {name}; a kernel would read {name} again"
@@ -246,15 +245,11 @@ class _Neighbours:
 
     def _readers(self, value: Value) -> set[Equation]:
         """Returns the equations that read a value, directly or through reshapes and transposes."""
-        return set(self._each_reader(value))
-
-    def _each_reader(self, value: Value) -> Iterator[Equation]:
+        found = set[Equation]()
         for user in value.users:
-            if user.primitive in LAYOUTS and not any(each in self._returned for each in user.outputs):
-                for each in user.outputs:
-                    yield from self._each_reader(each)
-            else:
-                yield user
+            is_layout = user.primitive in LAYOUTS and self._returned.isdisjoint(user.outputs)
+            found |= set().union(*map(self._readers, user.outputs)) if is_layout else {user}
+        return found
 
     def is_written_for(self, norm: Site) -> bool:
         """Returns whether XLA need not write what a norm is taken of, since its readers can compute it."""

@@ -178,32 +178,31 @@ class Decoder:
             weights, cache = each
             return self._block(weights).with_cache(x, positions, cache, filled, plan=self.plan)
 
-        if config.is_scanned:
-            x, cache = jax.lax.scan(layer, x, (params["layers"], cache))
-        else:
-            caches = []
-            for each in zip(params["layers"], cache, strict=True):
-                x, new = layer(x, each)
-                caches.append(new)
-            cache = tuple(caches)
+        x, cache = self._over_layers(layer, x, params["layers"], cache)
         logits = self._norm(params, x[:, -1:]) @ params["head"]
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache, filled + length
 
     def _hidden(self, params: Params, tokens: Array, *, remat: bool) -> Array:
         positions = None if self.config.learned_positions is not None else self._positions(tokens)
 
-        def layer(x: Array, weights: Any) -> tuple[Array, None]:
-            return self._block(weights)(x, positions, plan=self.plan, layout=self.layout), None
+        def layer(x: Array, each: tuple[Any]) -> tuple[Array, None]:
+            return self._block(each)(x, positions, plan=self.plan, layout=self.layout), None
 
         layer = jax.checkpoint(layer) if remat else layer
         x = self._embed(params, tokens, jnp.int32(0))
         x = x if self.layout is None else self.layout.placed(x)
-        if self.config.is_scanned:
-            x, _ = jax.lax.scan(layer, x, params["layers"])
-        else:
-            for weights in params["layers"]:
-                x, _ = layer(x, weights)
+        x, _ = self._over_layers(layer, x, params["layers"])
         return self._norm(params, x)
+
+    def _over_layers(self, layer: Callable[..., tuple[Array, Any]], x: Array, *each: Any) -> tuple[Array, Any]:
+        """Applies a function to x and the arrays of one layer after the other; also returns its further results."""
+        if self.config.is_scanned:
+            return jax.lax.scan(layer, x, each)
+        results = []
+        for own in zip(*each, strict=True):
+            x, result = layer(x, own)
+            results.append(result)
+        return x, tuple(results)
 
     def _positions(self, tokens: Array) -> Array:
         return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)

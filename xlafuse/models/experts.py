@@ -54,10 +54,9 @@ class Experts(nnx.Module):
             routing = self.route(tokens)
             rows = rows_of(tokens, routing.order, routing.place)
         gate, up, down = (each[...].astype(dtype) for each in (self.gate, self.up, self.down))
-        hidden = _expanded(rows, gate, up, routing.sizes, plan)
+        hidden = _expanded(rows, gate, up, routing.sizes, plan.up_projection)
         with jax.named_scope("down_projection"):
-            how = plan.down_projection
-            if how in _BY_XLA:
+            if (how := plan.down_projection) in _BY_XLA:
                 y = lax.ragged_dot(hidden, down, routing.sizes)
             else:
                 y = pallas_kernels.grouped_linear(hidden, down, routing.sizes, implementation=named(how))
@@ -79,9 +78,8 @@ class Experts(nnx.Module):
         )
 
 
-def _expanded(rows: Array, gate: Array, up: Array, sizes: Array, plan: FusionPlan) -> Array:
+def _expanded(rows: Array, gate: Array, up: Array, sizes: Array, how: str) -> Array:
     """Returns `silu(rows @ gate) * (rows @ up)` by the weights of each row's expert."""
-    how = plan.up_projection
     with jax.named_scope("gate_up_projection"):
         if how not in _BY_XLA:
             return pallas_kernels.grouped_gated_linear(rows, gate, up, sizes, implementation=named(how))

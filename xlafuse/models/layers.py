@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and attention in plain JAX, without any help for XLA.
+"""Rotary embedding, softmax and attention in plain JAX, without any help for XLA.
 
 Arrays are (batch, length, ...); attention uses the layout BTNH (batch, length, heads, head_dim). Sums and exponentials
 are computed in float32, or in float64 for float64 input; results have the input's dtype.
@@ -6,28 +6,11 @@ are computed in float32, or in float64 for float64 input; results have the input
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
-
-
-def _accumulator(x: Array) -> jnp.dtype:
-    return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def rms_norm(x: Array, scale: Array, *, epsilon: float) -> Array:
-    """Root-mean-square norm over the last axis: `x / sqrt(mean(x**2) + epsilon) * scale` (arXiv:1910.07467)."""
-    wide = x.astype(_accumulator(x))
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-    return (wide * inverse * scale.astype(wide.dtype)).astype(x.dtype)
-
-
-def layer_norm(x: Array, scale: Array, bias: Array, *, epsilon: float) -> Array:
-    """Layer norm over the last axis: `(x - mean) / sqrt(var + epsilon) * scale + bias` (arXiv:1607.06450)."""
-    wide = x.astype(_accumulator(x))
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + epsilon)
-    return (centred * inverse * scale.astype(wide.dtype) + bias.astype(wide.dtype)).astype(x.dtype)
 
 
 def rotation(positions: Array, head_dim: int, *, theta: float, dtype: jnp.dtype) -> tuple[Array, Array]:
@@ -44,18 +27,26 @@ def rotate(x: Array, cosine: Array, sine: Array) -> Array:
     return rotated.astype(x.dtype)
 
 
-def attention(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+def softmax(scores: Array, *, scale: float, is_causal: bool) -> Array:
+    """Softmax of scaled scores (..., queries, keys)."""
+    scores = scores * scale
+    if is_causal:
+        queries, keys = scores.shape[-2:]
+        visible = jnp.arange(queries)[:, None] >= jnp.arange(keys)[None, :]
+        scores = jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
+    return jax.nn.softmax(scores, axis=-1)
+
+
+def attention(
+    query: Array, key: Array, value: Array, *, is_causal: bool, softmax: Callable[..., Array] = softmax
+) -> Array:
     """Scaled dot-product attention that materializes the scores and never repeats K and V over the query groups.
 
     `query` is (B, T, N, H), `key` and `value` are (B, S, K, H) where K divides N. Returns (B, T, N, H).
     """
-    batch, length, heads, head_dim = query.shape
-    kv_length, kv_heads = key.shape[1:3]
-    grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-    wide = _accumulator(query)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=wide) * head_dim**-0.5
-    if is_causal:
-        visible = jnp.arange(length)[:, None] >= jnp.arange(kv_length)[None, :]
-        scores = jnp.where(visible, scores, jnp.finfo(wide).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
+    head_dim = query.shape[-1]
+    grouped = query.reshape(*query.shape[:2], key.shape[2], -1, head_dim)
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=wide)
+    weights = softmax(scores, scale=head_dim**-0.5, is_causal=is_causal).astype(query.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(query.shape)

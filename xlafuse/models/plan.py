@@ -6,14 +6,11 @@ from dataclasses import dataclass
 
 from xlafuse.errors import UnknownNameError
 
+_IMPLEMENTATIONS = ("xla", "mosaic", "triton", "best")
 SITES: dict[str, tuple[str, ...]] = {
-    "attention_norm": ("xla", "mosaic", "triton", "best"),
-    "qkv_projection": ("xla", "mosaic", "triton", "best"),
-    "attention": ("xla", "mosaic", "triton", "cudnn", "best"),
-    "output_projection": ("xla", "mosaic", "triton", "best"),
-    "mlp_norm": ("xla", "mosaic", "triton", "best"),
-    "up_projection": ("xla", "mosaic", "triton", "best"),
-    "down_projection": ("xla", "mosaic", "triton", "best"),
+    **dict.fromkeys(("attention_norm", "qkv_projection"), _IMPLEMENTATIONS),
+    "attention": (*_IMPLEMENTATIONS, "cudnn"),
+    **dict.fromkeys(("output_projection", "mlp_norm", "up_projection", "down_projection"), _IMPLEMENTATIONS),
 }
 """Sites of the block in program order, with the implementations of each."""
 

@@ -7,7 +7,8 @@ writing an operation is a new function here, and no matcher.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from xlafuse.fusion.spelling import Spelling
 from xlafuse.fusion.spellings import (
@@ -23,6 +24,7 @@ from xlafuse.fusion.spellings import (
     rows,
 )
 
+ALLOWANCES = ("rounding",)
 PARTS = {
     "norm_linear": ("rms_norm", "layer_norm", "linear"),
     "qkv_projection": ("linear", "rms_norm", "layer_norm", "rotation", "attention"),
@@ -58,21 +60,36 @@ def operations() -> frozenset[str]:
     return frozenset({spelling.operation for spelling in _EVERY} | PARTS.keys() | OTHERS) - OPERATIONS.keys()
 
 
-def spellings(ops: Sequence[str] | None = None, skip: Collection[str] = frozenset()) -> tuple[Spelling, ...]:
-    """Returns the spellings of some operations and their parts, or all; the largest sites first.
+@dataclass(frozen=True)
+class Choices:
+    """The operations that `fuse` may call, and the differences that it accepts; its arguments of these names."""
 
-    skip: operations that are not wanted, whose parts may be sites of smaller ones.
+    ops: tuple[str, ...] | None = None
+    skip: frozenset[str] = frozenset()
+    allow: frozenset[str] = frozenset()
 
-    Raises:
-        ValueError: no such operation.
-    """
-    known = operations()
-    for option, names in (("ops", ops or ()), ("skip", skip)):
-        for name in names:
-            if name not in known:
-                among = ", ".join(map(repr, sorted(known)))
-                raise ValueError(f"fuse: no operation {name!r}; {option} are among {among}.")
-    wanted = (known if ops is None else {*ops}) - {*skip}
-    parts = {part for name in wanted for part in PARTS.get(name, ())}
-    needed = (wanted | parts) - ({*skip} - _JOINED)
-    return tuple(spelling for spelling in _EVERY if spelling.operation in needed)
+    def __post_init__(self):
+        known = operations()
+        for option, names in (("ops", self.ops or ()), ("skip", self.skip)):
+            for name in names:
+                if name not in known:
+                    among = ", ".join(map(repr, sorted(known)))
+                    raise ValueError(f"fuse: no operation {name!r}; {option} are among {among}.")
+        for name in self.allow:
+            if name not in ALLOWANCES:
+                raise ValueError(f"fuse: unknown allowance {name!r}; there are {', '.join(map(repr, ALLOWANCES))}.")
+
+    def __contains__(self, operation: str) -> bool:
+        """Returns whether an operation may be called."""
+        return (self.ops is None or operation in self.ops) and operation not in self.skip
+
+    @cached_property
+    def spellings(self) -> tuple[Spelling, ...]:
+        """Returns the spellings of the operations and their parts; the largest sites first.
+
+        Parts of a skipped operation may be sites of smaller ones.
+        """
+        wanted = {name for name in operations() if name in self}
+        parts = {part for name in wanted for part in PARTS.get(name, ())}
+        needed = (wanted | parts) - (self.skip - _JOINED)
+        return tuple(spelling for spelling in _EVERY if spelling.operation in needed)

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
 from xlafuse.fusion.graph import Value
-from xlafuse.fusion.spelling import Proposal, Spelling, is_rows, wide
+from xlafuse.fusion.spelling import Proposal, Spelling, fast_normed, is_rows, struct, wide
 
 
 def _batches(value: Value) -> Iterator[Proposal]:
@@ -22,22 +21,16 @@ def _batches(value: Value) -> Iterator[Proposal]:
         orders.append((0, rank - 1, *range(1, rank - 1)))
     for order in orders:
         shape = tuple(value.shape[order.index(axis)] for axis in range(rank))
-        column = jax.ShapeDtypeStruct(shape[-1:], wide(value.dtype))
-        x = jax.ShapeDtypeStruct(shape, value.dtype)
-        yield Proposal(arrays={"x": x, "scale": column, "bias": column}, order=order)
+        column = struct(value, shape[-1], dtype=wide(value.dtype))
+        yield Proposal(arrays={"x": struct(value, *shape), "scale": column, "bias": column}, order=order)
 
 
 def _fast_variance(
     x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float, clipped: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the variance as E[x²] - E[x]², as Flax does by default."""
-    value = x.astype(wide(x.dtype))
     axes = tuple(range(x.ndim - 1))
-    mean = jnp.mean(value, axis=axes)
-    variance = jnp.mean(jnp.square(value), axis=axes) - jnp.square(mean)
-    variance = jnp.maximum(0.0, variance) if clipped else variance
-    y = (value - mean) * jax.lax.rsqrt(variance + epsilon) * scale + bias
-    return y.astype(x.dtype), mean, variance
+    y, mean, variance = fast_normed(x.astype(wide(x.dtype)), axes, epsilon=epsilon, clipped=clipped)
+    return (y * scale + bias).astype(x.dtype), mean, variance
 
 
 def _spellings() -> Iterator[Spelling]:

@@ -15,7 +15,7 @@ from jax import lax
 from pallas_kernels.primitives.activations import ACTIVATIONS
 from xlafuse.fusion.graph import Value, before, build
 from xlafuse.fusion.match import Matcher, Pattern
-from xlafuse.fusion.spelling import ACTIVATION_NEEDS, Proposal, Spelling, is_narrow, same_order, wide
+from xlafuse.fusion.spelling import ACTIVATION_NEEDS, Proposal, Spelling, adding, is_narrow, same_order, struct, wide
 from xlafuse.fusion.terms import BY_ELEMENT
 
 PRIMITIVE = "ragged_dot_general"
@@ -79,7 +79,7 @@ def _products(
             return
         arrays |= dict.fromkeys(biases, table)
     if len(w.shape) == 3 and w.shape[1:] == expected and value.shape[:1] == x.shape[:1]:
-        structs = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in arrays.items()}
+        structs = {name: struct(each, *each.shape) for name, each in arrays.items()}
         yield Proposal(arrays=structs, order=same_order(value))
 
 
@@ -134,13 +134,9 @@ def _spellings() -> Iterator[Spelling]:
                 roots=frozenset((last, "convert_element_type", "custom_jvp_call") if last != PRIMITIVE else (last,)),
                 needs=frozenset((PRIMITIVE, "gather") if of_rows else (PRIMITIVE,))
                 | ACTIVATION_NEEDS.get(activation or "", frozenset()),
-                arguments=partial(_with, given),
+                arguments=adding(**given),
                 changed=("x", *weights, *biases) if of_rows else (),
             )
-
-
-def _with(options: dict, given: dict) -> dict:
-    return {**given, **options}
 
 
 SPELLINGS: tuple[Spelling, ...] = tuple(_spellings())

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
-from xlafuse.fusion.graph import Equation, Value
-from xlafuse.fusion.spelling import Proposal, Spelling, is_narrow
-from xlafuse.fusion.spellings.products import layouts, product_before, products_before
-
-
-def _depth(equation: Equation) -> int:
-    contracted, _ = equation.params["dimension_numbers"]
-    return math.prod(equation.inputs[0].shape[axis] for axis in contracted[0])
+from xlafuse.fusion.graph import Value
+from xlafuse.fusion.spelling import Proposal, Spelling, is_narrow, struct
+from xlafuse.fusion.spellings.products import depth_of, layouts, product_before, products_before
 
 
 def _low_ranks(value: Value, *, bias: bool, wide: bool) -> Iterator[Proposal]:
@@ -27,14 +21,12 @@ def _low_ranks(value: Value, *, bias: bool, wide: bool) -> Iterator[Proposal]:
     for outer in products_before(value):
         for operand in outer.inputs:
             inner = product_before(operand)
-            if inner is None or _depth(outer) >= _depth(inner):
+            if inner is None or (rank := depth_of(outer)) >= (depth := depth_of(inner)):
                 continue
-            depth, rank = _depth(inner), _depth(outer)
             for rows, columns, order in layouts(value):
                 shapes = {"x": (*rows, depth), "w": (depth, columns), "a": (depth, rank), "b": (rank, columns)}
-                arrays = {name: jax.ShapeDtypeStruct(shape, value.dtype) for name, shape in shapes.items()}
-                more = jnp.float32 if wide else value.dtype
-                arrays |= {"bias": jax.ShapeDtypeStruct((columns,), more)} if bias else {}
+                arrays = {name: struct(value, *shape) for name, shape in shapes.items()}
+                arrays |= {"bias": struct(value, columns, dtype=jnp.float32 if wide else None)} if bias else {}
                 yield Proposal(arrays=arrays, order=order)
 
 

@@ -15,7 +15,7 @@ from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.primitives.activations import ACTIVATIONS
 from xlafuse.fusion.graph import LAYOUTS, Equation, Value, before
-from xlafuse.fusion.spelling import ACTIVATION_NEEDS, Proposal, Spelling, is_narrow
+from xlafuse.fusion.spelling import ACTIVATION_NEEDS, Proposal, Spelling, adding, is_narrow, struct
 from xlafuse.fusion.terms import ELEMENTWISE
 
 _THROUGH = ELEMENTWISE | LAYOUTS | {"add", "sub", "mul", "square", "integer_pow", "custom_jvp_call"}
@@ -36,6 +36,12 @@ def products_before(value: Value) -> tuple[Equation, ...]:
 def product_before(value: Value) -> Equation | None:
     """Returns the nearest of `products_before`."""
     return next(iter(products_before(value)), None)
+
+
+def depth_of(product: Equation) -> int:
+    """Returns how many elements a product sums."""
+    contracted, _ = product.params["dimension_numbers"]
+    return math.prod(product.inputs[0].shape[axis] for axis in contracted[0])
 
 
 def layouts(value: Value) -> Iterator[tuple[tuple[int, ...], int, tuple[int, ...]]]:
@@ -63,16 +69,13 @@ def _products(
     equation = product_before(value)
     if equation is None or equation.params["dimension_numbers"][1] != ((), ()):
         return
-    contracted = equation.params["dimension_numbers"][0][0]
-    depth = math.prod(equation.inputs[0].shape[axis] for axis in contracted)
+    depth = depth_of(equation)
     for rows, columns, order in layouts(value):
         if not rows or (math.prod(rows) == 1 and len(rows) > 1):
             continue
-        arrays = {"x": jax.ShapeDtypeStruct((*rows, depth), value.dtype)}
-        arrays |= {name: jax.ShapeDtypeStruct((depth, columns), value.dtype) for name in weights}
-        more = jnp.float32 if wide else value.dtype
-        arrays |= {name: jax.ShapeDtypeStruct((columns,), more) for name in biases}
-        arrays |= {"residual": jax.ShapeDtypeStruct((*rows, columns), value.dtype)} if residual else {}
+        arrays = {"x": struct(value, *rows, depth), **dict.fromkeys(weights, struct(value, depth, columns))}
+        arrays |= dict.fromkeys(biases, struct(value, columns, dtype=jnp.float32 if wide else None))
+        arrays |= {"residual": struct(value, *rows, columns)} if residual else {}
         yield Proposal(arrays=arrays, order=order)
 
 
@@ -97,10 +100,6 @@ def _narrow_gate(
     return gate * up
 
 
-def _with_activation(given: dict[str, Any], activation: str | None) -> dict[str, Any]:
-    return {**given, "activation": activation} if activation else given
-
-
 def _needs(activation: str | None) -> frozenset[str]:
     return frozenset(("dot_general",)) | (ACTIVATION_NEEDS[activation] if activation else frozenset())
 
@@ -120,7 +119,7 @@ def _linears() -> Iterator[Spelling]:
                 ),
                 roots=frozenset(("dot_general",)) if is_plain else roots,
                 needs=_needs(activation),
-                arguments=functools.partial(_with_activation, activation=activation),
+                arguments=adding(activation=activation),
                 floating=frozenset(("bias",)),
                 objection=_objection,
             )
@@ -138,7 +137,7 @@ def _gated() -> Iterator[Spelling]:
                 propose=functools.partial(_products, weights=_GATED, biases=biases, wide=wide, in_16_bits=wide),
                 roots=frozenset(("mul", "convert_element_type")),
                 needs=_needs(activation),
-                arguments=functools.partial(_with_activation, activation=activation),
+                arguments=adding(activation=activation),
                 floating=frozenset(biases),
                 objection=_objection,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,17 @@ from pallas_kernels.ops.gated_activation.reference import gated_activation_refer
 from pallas_kernels.ops.norms.reference import layer_norm_reference, rms_norm_reference
 from pallas_kernels.primitives.activations import ACTIVATIONS
 from xlafuse.fusion.graph import Value, before
-from xlafuse.fusion.spelling import ACTIVATION_NEEDS, Proposal, Spelling, is_narrow, is_rows, same_order, wide
+from xlafuse.fusion.spelling import (
+    ACTIVATION_NEEDS,
+    Proposal,
+    Spelling,
+    fast_normed,
+    is_narrow,
+    is_rows,
+    same_order,
+    struct,
+    wide,
+)
 from xlafuse.fusion.terms import BY_ELEMENT
 
 _REACH = 40
@@ -28,9 +39,8 @@ def _rows(value: Value, *columns: str, narrow: bool = False) -> Iterator[Proposa
     """Proposes x like the value, and arrays of one number a column."""
     if is_rows(value):
         dtype = value.dtype if narrow else wide(value.dtype)
-        own = {name: jax.ShapeDtypeStruct(value.shape[-1:], dtype) for name in columns}
-        x = jax.ShapeDtypeStruct(value.shape, value.dtype)
-        yield Proposal(arrays={"x": x, **own}, order=same_order(value))
+        own = dict.fromkeys(columns, struct(value, value.shape[-1], dtype=dtype))
+        yield Proposal(arrays={"x": struct(value, *value.shape), **own}, order=same_order(value))
 
 
 def _scaled(*columns: str) -> list[Callable[[Value], Iterator[Proposal]]]:
@@ -72,12 +82,8 @@ def _fast_variance(
     clipped: bool,
     rounds_before_scale: bool = False,
 ) -> jax.Array:
-    """Computes LayerNorm with the variance as E[x²] - E[x]², as Flax does by default."""
-    value = x.astype(wide(x.dtype))
-    mean = jnp.mean(value, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(value), axis=-1, keepdims=True) - jnp.square(mean)
-    variance = jnp.maximum(0.0, variance) if clipped else variance
-    y = (value - mean) * jax.lax.rsqrt(variance + epsilon)
+    """Computes LayerNorm; see `fast_normed`."""
+    y, *_ = fast_normed(x.astype(wide(x.dtype)), -1, epsilon=epsilon, clipped=clipped, keepdims=True)
     y = y.astype(x.dtype) if rounds_before_scale else y
     y = y if scale is None else y * scale
     return (y if bias is None else y + bias).astype(x.dtype)
@@ -100,23 +106,17 @@ def _norms() -> Iterator[Spelling]:
                 yield Spelling(function=function, propose=propose, floating=floating, **layer)
 
 
-def _softmax(x: jax.Array, *, scale: float) -> jax.Array:
+def _softmax(x: jax.Array, mask: jax.Array | None = None, *, scale: float, hidden: float = 0.0) -> jax.Array:
     value = x.astype(wide(x.dtype)) * scale
+    if mask is not None:
+        value = jnp.where(mask, value, hidden) if mask.dtype == jnp.bool_ else value + mask
     weight = jnp.exp(value - jnp.max(value, axis=-1, keepdims=True))
     return (weight / jnp.sum(weight, axis=-1, keepdims=True)).astype(x.dtype)
 
 
-def _masked_softmax(x: jax.Array, mask: jax.Array, *, scale: float, hidden: float) -> jax.Array:
-    value = x.astype(wide(x.dtype)) * scale
-    value = jnp.where(mask, value, hidden) if mask.dtype == jnp.bool_ else value + mask
-    weight = jnp.exp(value - jnp.max(value, axis=-1, keepdims=True))
-    return (weight / jnp.sum(weight, axis=-1, keepdims=True)).astype(x.dtype)
-
-
-def _causal_softmax(x: jax.Array, *, scale: float, hidden: float) -> jax.Array:
+def _causal_softmax(x: jax.Array, *, is_causal: bool, **numbers: float) -> jax.Array:
     queries, keys = x.shape[-2:]
-    mask = jnp.arange(keys)[None, :] <= jnp.arange(queries)[:, None]
-    return _masked_softmax(x, mask, scale=scale, hidden=hidden)
+    return _softmax(x, jnp.arange(keys)[None, :] <= jnp.arange(queries)[:, None], **numbers)
 
 
 HIDDEN = {"hidden": -54321.0}  # finite in float16, too
@@ -143,14 +143,14 @@ def given_options(given: dict[str, Any]) -> dict[str, Any]:
 def _masks(value: Value, *dtypes: Any) -> Iterator[Proposal]:
     for proposal in _rows(value):
         for dtype in dtypes:
-            mask = jax.ShapeDtypeStruct(value.shape, dtype)
-            yield Proposal(arrays={**proposal.arrays, "mask": mask}, order=proposal.order)
+            mask = struct(value, *value.shape, dtype=dtype)
+            yield replace(proposal, arrays={**proposal.arrays, "mask": mask})
 
 
 def _causal(value: Value) -> Iterator[Proposal]:
     if len(value.shape) >= 2:
         for proposal in _rows(value):
-            yield Proposal(arrays=proposal.arrays, order=proposal.order, static={"is_causal": True})
+            yield replace(proposal, static={"is_causal": True})
 
 
 def _softmaxes() -> Iterator[Spelling]:
@@ -160,26 +160,28 @@ def _softmaxes() -> Iterator[Spelling]:
         "needs": frozenset(("exp", "reduce_sum")),
     }
     masked = {**common, "unknowns": {**_SCALE, **HIDDEN}, "objection": hidden_objection, "arguments": given_options}
-    yield Spelling(function=lambda x, *, is_causal, **numbers: _causal_softmax(x, **numbers), propose=_causal, **masked)
+    yield Spelling(function=_causal_softmax, propose=_causal, **masked)
     yield Spelling(
-        function=_masked_softmax,
+        function=_softmax,
         propose=lambda value: _masks(value, jnp.bool_),
         broadcasting=frozenset(("mask",)),
         **{**masked, "objection": _finite_objection},
     )
     added = {**masked, "unknowns": _SCALE, "broadcasting": frozenset(("mask",))}
-    yield Spelling(
-        function=partial(_masked_softmax, hidden=0.0), propose=lambda value: _masks(value, wide(value.dtype)), **added
-    )
+    yield Spelling(function=_softmax, propose=lambda value: _masks(value, wide(value.dtype)), **added)
     yield Spelling(function=_softmax, propose=_rows, unknowns=_SCALE, arguments=given_options, **common)
     plain = {"function": lambda x: jax.nn.softmax(x, axis=-1), **common}
     yield Spelling(propose=lambda value: _rows(value) if is_narrow(value) else iter(()), **plain)
 
 
-def _elementwise(value: Value, names: tuple[str, ...], bias: Any, activation: str) -> Iterator[Proposal]:
-    if is_rows(value):
-        own = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name in names}
-        own |= {} if bias is None else {"bias": jax.ShapeDtypeStruct(value.shape[-1:], bias)}
+def _elementwise(
+    value: Value, arrays: Sequence[str], *, activation: str, narrow: bool, bias: bool
+) -> Iterator[Proposal]:
+    """Proposes arrays like the value, and a bias. narrow: of 16 bits alone, and the bias like the value."""
+    if is_rows(value) and (is_narrow(value) or not narrow):
+        own = dict.fromkeys(arrays, struct(value, *value.shape))
+        more = value.dtype if narrow else wide(value.dtype)
+        own |= {"bias": struct(value, value.shape[-1], dtype=more)} if bias else {}
         yield Proposal(arrays=own, order=same_order(value), static={"activation": activation})
 
 
@@ -191,35 +193,22 @@ def _narrow_bias(x: jax.Array, bias: jax.Array, *, activation: str) -> jax.Array
     return ACTIVATIONS[activation].reference(x + bias)
 
 
+_GATED, _BIASED = frozenset(("mul", "convert_element_type")), frozenset(("custom_jvp_call", "square", "integer_pow"))
+"""What a gated activation ends with, and what an activation may end with besides."""
+
+
 def _activations() -> Iterator[Spelling]:
-    for name in ACTIVATIONS:
-        for function, is_own in ((gated_activation_reference, False), (_narrow_gate, True)):
-
-            def gated(value: Value, name: str = name, is_own: bool = is_own) -> Iterator[Proposal]:
-                if is_narrow(value) or not is_own:
-                    yield from _elementwise(value, ("gate", "up"), None, name)
-
-            yield Spelling(
-                operation="gated_activation",
-                function=function,
-                propose=gated,
-                roots=frozenset(("mul", "convert_element_type")),
-                needs=ACTIVATION_NEEDS[name],
-            )
-        for function, is_own in ((bias_activation_reference, False), (_narrow_bias, True)):
-
-            def biased(value: Value, name: str = name, is_own: bool = is_own) -> Iterator[Proposal]:
-                if is_narrow(value) or not is_own:
-                    yield from _elementwise(value, ("x",), value.dtype if is_own else wide(value.dtype), name)
-
-            yield Spelling(
-                operation="bias_activation",
-                function=function,
-                propose=biased,
-                roots=frozenset(("mul", "convert_element_type", "custom_jvp_call", "square", "integer_pow")),
-                needs=ACTIVATION_NEEDS[name],
-                floating=frozenset(("bias",)),
-            )
+    for name, bias, narrow in itertools.product(ACTIVATIONS, (False, True), (False, True)):
+        functions = (gated_activation_reference, bias_activation_reference), (_narrow_gate, _narrow_bias)
+        arrays = ("x",) if bias else ("gate", "up")
+        yield Spelling(
+            operation="bias_activation" if bias else "gated_activation",
+            function=functions[narrow][bias],
+            propose=partial(_elementwise, arrays=arrays, activation=name, narrow=narrow, bias=bias),
+            roots=_GATED | _BIASED if bias else _GATED,
+            needs=ACTIVATION_NEEDS[name],
+            floating=frozenset(("bias",) if bias else ()),
+        )
 
 
 SPELLINGS: tuple[Spelling, ...] = (*_norms(), *_softmaxes(), *_activations())

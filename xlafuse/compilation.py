@@ -1,4 +1,4 @@
-"""Runs compilations in parallel, and their progress reports one at a time."""
+"""Compiles and analyzes functions: several at a time, with their progress reports one at a time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hlo_analysis.records import Analysis
+
+
+def compiled(fn: Callable[..., Any], *shapes: Any, **options: Any) -> Analysis:
+    """Compiles a function and analyzes it, with the catalogue of kernels; options: of `hlo_analysis.capture`."""
+    from hlo_analysis import analyze, capture
+    from hlo_analysis.capture.lowering import leave_out_frames, leave_out_packages
+    from xlafuse.catalogue import KERNELS
+
+    leave_out_frames(__file__)
+    leave_out_packages("xlafuse", "pallas_kernels")
+    return analyze(capture(fn, *shapes, **options), catalogue=KERNELS)
 
 
 @contextmanager
