@@ -76,7 +76,7 @@ def record(name: str, part: str, layers: int, timeout: float, checkouts: Path, o
     step = jax.jit(outer(fn), donate_argnums=(0, 1) if part == "step" else ())
     captured = capture(step, params, *state, *program.batch, target="attached", measure=True, timeout=timeout)
     analysis = analyze(captured)
-    measured, told = analysis.measured, line(f"{name}/{part}", program.size, analysis)
+    measured, told = analysis.measured, line(f"{name}/{part} {program.size}", analysis)
     folder = output / analysis.device.description.split()[1].lower()
     folder.mkdir(exist_ok=True)
     if measured is None or not measured.launches:
