@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import get_op
-from xlafuse.bench import ptxas
 from xlafuse.bench.block import bench_block
 from xlafuse.bench.choice import bench_choice, compile_ahead
 from xlafuse.bench.environment import environment, sampling
@@ -74,15 +73,10 @@ def measure(send: Callable[[Any], None], benchmark: str, items: Sequence[str], s
 def worker_environment(settings: Any, environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables of a process that measures.
 
-    If PyTorch runs beside JAX, JAX must not preallocate the memory. If it times a kernel's configurations, ptxas
-    reports the spills and serialized products of each.
+    If PyTorch runs beside JAX, JAX must not preallocate the memory.
     """
-    added = {}
-    if any(name.startswith(_PYTORCH_PEERS) for name in getattr(settings, "peers", ())):
-        added["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    if getattr(settings, "variants", False):
-        added[ptxas.VARIABLE] = "1"
-    return {**added, **environment}
+    has_pytorch = any(name.startswith(_PYTORCH_PEERS) for name in getattr(settings, "peers", ()))
+    return {**({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if has_pytorch else {}), **environment}
 
 
 def gpu_answers() -> bool:
