@@ -152,11 +152,17 @@ def _random_state(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def nnx_program(
-    make: Callable[[Any], Any], forward: Callable[..., Any], loss: Callable[..., Any], **more: Any
+    make: Callable[[Any], Any],
+    forward: Callable[..., Any],
+    loss: Callable[..., Any],
+    *,
+    dtype: Any = None,
+    **more: Any,
 ) -> Program:
     """Makes the program of an NNX module, with weights in float32.
 
-    make: of `nnx.Rngs`. forward: of module and batch. loss: of the result and batch.
+    make: of `nnx.Rngs`. forward: of module and batch. loss: of the result and batch. dtype: of the module's weights in
+    the forward pass; None: as they are given.
     """
     from flax import nnx
 
@@ -170,7 +176,7 @@ def nnx_program(
         return [leaf.astype(jnp.float32) for leaf, is_floating in zip(leaves, floating, strict=True) if is_floating]
 
     def run(params: Any, *batch: Any) -> Any:
-        given = iter(params)
+        given = iter(params if dtype is None else [leaf.astype(dtype) for leaf in params])
         others = iter(constants)
         leaves = [next(given) if is_floating else next(others) for is_floating in floating]
         return forward(nnx.merge(graph, jax.tree.unflatten(structure, leaves)), *batch)
