@@ -16,6 +16,7 @@ import flax.io  # noqa: F401  it looks for tensorflow, which must not be a stand
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from sizes import Graphs, Size, resolve
 
 
@@ -46,6 +47,34 @@ class PublicModel:
     def build(self, folder: Path, dtype: Any, size: Size, layers: int = 8) -> Program:
         """Makes the program at a size, with at most so many layers."""
         return self.make(folder, dtype, resolve(self.sizes, size, layers))
+
+
+OPTIMIZER = optax.adamw(1e-3)
+
+
+def part_of(program: Program, part: str) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    """Returns the function that `fuse` gets, and what makes the part of it."""
+    if part == "forward":
+        return program.forward, lambda forward: forward
+    return program.loss, step_of if part == "step" else jax.value_and_grad
+
+
+def step_of(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the training step of a loss."""
+
+    def step(params: Any, state: Any, *batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, *batch)
+        updates, state = OPTIMIZER.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def shapes_of(program: Program, part: str) -> tuple[Any, ...]:
+    """Returns a part's arguments: shapes of the parameters and, for a step, of the optimizer's state; the batch."""
+    params = jax.eval_shape(program.init, jax.random.key(0))
+    state = (jax.eval_shape(OPTIMIZER.init, params),) if part == "step" else ()
+    return params, *state, *program.batch
 
 
 def tokens_of(batch: int, length: int, vocabulary: int, seed: int = 0) -> jax.Array:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import runpy
 import sys
 import time
 from collections.abc import Sequence
@@ -61,20 +60,18 @@ def record(name: str, part: str, layers: int, timeout: float, checkouts: Path, o
     """
     import jax
     import jax.numpy as jnp
+    from programs import part_of, shapes_of
     from record_measured import line
     from sources import MODELS
 
     from hlo_analysis import analyze, capture
     from xlafuse.measurements import Measurements, to_json
 
-    whole = runpy.run_path(str(Path(__file__).with_name("__main__.py")), run_name="public_models")
     model = next(each for each in MODELS if each.name == name)
     program = model.build(checkouts, jnp.bfloat16, "real", layers)
-    params = jax.eval_shape(program.init, jax.random.key(0))
-    fn, outer = whole["part_of"](program, part)
-    state = (jax.eval_shape(whole["OPTIMIZER"].init, params),) if part == "step" else ()
+    fn, outer = part_of(program, part)
     step = jax.jit(outer(fn), donate_argnums=(0, 1) if part == "step" else ())
-    captured = capture(step, params, *state, *program.batch, target="attached", measure=True, timeout=timeout)
+    captured = capture(step, *shapes_of(program, part), target="attached", measure=True, timeout=timeout)
     analysis = analyze(captured)
     measured, told = analysis.measured, line(f"{name}/{part} {program.size}", analysis)
     folder = output / analysis.device.description.split()[1].lower()
