@@ -259,39 +259,25 @@ def page(text: str, results: dict[str, Any]) -> str:
         [*each.replace("|", "\\|").partition(": ")[::2], str(count)]
         for each, count in refused.most_common(MOST_REASONS)
     ]
-    heads = ("sites left to XLA", "refused", "launches", "MB", "estimated µs")
+    checks = ([name, *_check(found.get("numerics"))] for name, found in results.items())
+    sources = ([name, found["source"], found.get("size", "")] for name, found in results.items())
     tables = {
-        "programs": (("model", "program", "kernels", *heads), "lllrrrrr", _programs(results)),
+        "programs": (
+            "model | program | kernels | sites left to XLA | refused | launches | MB | estimated µs",
+            "lllrrrrr",
+            _programs(results),
+        ),
         "times": (
-            (
-                "model",
-                "program",
-                "size",
-                "GPU",
-                "XLA, ms",
-                "estimated",
-                "`fuse`, ms",
-                "gain",
-                "PyTorch, ms",
-                "over `fuse`",
-            ),
+            "model | program | size | GPU | XLA, ms | estimated | `fuse`, ms | gain | PyTorch, ms | over `fuse`",
             "llllrrrrrr",
             _times(results),
         ),
-        "errors": (
-            ("model", "rule", "error", "error of the program as it is", "median ratio"),
-            "llrrr",
-            ([name, *_check(found.get("numerics"))] for name, found in results.items()),
-        ),
-        "reasons": (("operation", "reason", "lines"), "llr", reasons),
-        "sources": (
-            ("model", "source", "size"),
-            "lll",
-            ([name, found["source"], found.get("size", "")] for name, found in results.items()),
-        ),
+        "errors": ("model | rule | error | error of the program as it is | median ratio", "llrrr", checks),
+        "reasons": ("operation | reason | lines", "llr", reasons),
+        "sources": ("model | source | size", "lll", sources),
     }
     for marker, (header, align, rows) in tables.items():
-        text = place(text, markdown_table(header, rows, align), marker)
+        text = place(text, markdown_table(header.split(" | "), rows, align), marker)
     return text
 
 
