@@ -174,9 +174,7 @@ def main() -> None:
         for how, turns in group_sizes(rows, groups).items():
             inputs = [{**arrays, "sizes": each} for each in turns]
             for which in (*DENSE, "gated") if rows > MOST_FEW else ("forward",):
-                result = ShapeResult(
-                    op="grouped_linear", phase=which, spec=f"{size} {how}", bytes=0, ceiling=None, candidates=()
-                )
+                result = ShapeResult(op="grouped_linear", phase=which, spec=f"{size} {how}")
                 make = partial(candidates, which, inputs, options.peers)
                 result = timed(result, make, options, None, baseline="ours")
                 print("\n".join(result_lines(result)), flush=True)

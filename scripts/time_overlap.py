@@ -188,7 +188,7 @@ def main() -> None:
             size = (rows, outputs, features) if kind == "scatter" else (rows, features, outputs, *layers)
             make = partial(candidates, partial(KINDS[kind], mesh, size, options.seed))
             spec = f"{'x'.join(map(str, size))} on {mesh.size}"
-            result = ShapeResult(op="linear", phase=kind, spec=spec, bytes=0, ceiling=None, candidates=())
+            result = ShapeResult(op="linear", phase=kind, spec=spec)
             result = timed(result, make, options, None, baseline=kind, by_gpu=False)
             print("\n".join(result_lines(result)), flush=True)
             run = replace(run, shapes=(*run.shapes, result))

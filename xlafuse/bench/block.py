@@ -66,7 +66,7 @@ def bench_case(
         cases += [jax.tree.map(jnp.copy, cases[0]) for _ in range(1, buffer_sets(moved))]
         return _candidates(config, sizes, mode, cases, settings, problems)
 
-    result = ShapeResult(op=config.name, phase=mode, spec=shape, bytes=moved, ceiling=None, candidates=())
+    result = ShapeResult(op=config.name, phase=mode, spec=shape, bytes=moved)
     return timed(result, make, settings, sampler, baseline=BASELINE, wall_seconds=WALL_SECONDS)
 
 

@@ -98,7 +98,7 @@ def bench_shape(
     structs = plain(spec.structs())
     traffic = (op.forward_traffic if phase == "forward" else op.backward_traffic)(structs)
     sets = buffer_sets(traffic.bytes)
-    result = ShapeResult(op=op.name, phase=phase, spec=spec.name, bytes=traffic.bytes, ceiling=None, candidates=())
+    result = ShapeResult(op=op.name, phase=phase, spec=spec.name, bytes=traffic.bytes)
 
     def make(problems: list[Problem]) -> list[Candidate]:
         cases = copies(testing.make_case(op, spec, settings.seed), sets)

@@ -56,14 +56,7 @@ def bench_mesh(item: str, settings: MeshSettings, sampler: Sampler | None = None
     layout = layout_of(sizes, parallel, devices)
     config = get_decoder(settings.model)
     config = replace(config, layers=settings.layers)
-    result = ShapeResult(
-        op=f"{settings.model}, {config.layers} layers, {layout}",
-        phase=phase,
-        spec=shape,
-        bytes=0,
-        ceiling=None,
-        candidates=(),
-    )
+    result = ShapeResult(op=f"{settings.model}, {config.layers} layers, {layout}", phase=phase, spec=shape)
     peers: list[Measured] = []
     batch, length = batch_and_length(shape)
     tokens = batch * length / len(devices)

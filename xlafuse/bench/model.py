@@ -97,8 +97,6 @@ def _bench_phase(
         phase=phase,
         spec=shape,
         bytes=_bytes_of(jax.eval_shape(Decoder(config).params, jax.random.key(0))),
-        ceiling=None,
-        candidates=(),
     )
     return timed(result, make, settings, sampler, baseline=BASELINE, wall_seconds=WALL_SECONDS, tokens=tokens)
 
