@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,9 @@ from jax import lax
 from pallas_kernels import Traffic, gated_activation, grouped_gated_linear, grouped_linear
 from xlafuse.bench.candidates import checked, timed
 from xlafuse.bench.ceiling import ceiling_candidates
-from xlafuse.bench.environment import environment
-from xlafuse.bench.results import Problem, Results, Run, ShapeResult, write
-from xlafuse.bench.text import result_lines
+from xlafuse.bench.results import Problem, ShapeResult
 from xlafuse.bench.timing import Candidate
+from xlafuse.bench.worker import write_each
 
 SIZES = (
     *("64x2048x768x128", "8x2048x768x128", "16x4096x14336x8"),
@@ -155,16 +152,8 @@ def candidates(which: str, inputs: Sequence[Arrays], peers: Sequence[str], probl
     ]
 
 
-def main() -> None:
-    """Prints the times of each case, and writes them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", default=SIZES, metavar="SIZE")
-    parser.add_argument("--peers", nargs="*", default=["xla", "jax", "torch"])
-    parser.set_defaults(rounds=4, calls=4)
-    options = parser.parse_args()
-    started = f"{datetime.now(UTC):%Y-%m-%dT%H:%M}"
-    run = Run(started=started, environment=environment(), settings={"peers": options.peers})
+def measured(options: argparse.Namespace) -> Iterator[ShapeResult]:
+    """Yields the times of each pass at each size, for each way to share the rows."""
     for size in options.only:
         rows, features, outputs, groups = map(int, size.split("x"))
         keys, dtype = jax.random.split(jax.random.key(0), 3), jnp.bfloat16
@@ -176,10 +165,18 @@ def main() -> None:
             for which in (*DENSE, "gated") if rows > MOST_FEW else ("forward",):
                 result = ShapeResult(op="grouped_linear", phase=which, spec=f"{size} {how}")
                 make = partial(candidates, which, inputs, options.peers)
-                result = timed(result, make, options, None, baseline="ours")
-                print("\n".join(result_lines(result)), flush=True)
-                run = replace(run, shapes=(*run.shapes, result))
-                write(options.output, Results(runs=(run,)))
+                yield timed(result, make, options, None, baseline="ours")
+
+
+def main() -> None:
+    """Prints the times of each case, and writes them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", default=SIZES, metavar="SIZE")
+    parser.add_argument("--peers", nargs="*", default=["xla", "jax", "torch"])
+    parser.set_defaults(rounds=4, calls=4)
+    options = parser.parse_args()
+    write_each(measured(options), options.output, {"peers": options.peers})
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ Blocks in rings are times of `xlafuse bench mesh --parallel sp --strategies xla_
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,9 @@ from pallas_kernels import BY_COPY_ENGINES, linear, overlapped_collectives
 from pallas_kernels.primitives.gemm.config import choose_config
 from pallas_kernels.primitives.gemm.kernel import gemm
 from xlafuse.bench.candidates import checked, timed
-from xlafuse.bench.environment import environment
-from xlafuse.bench.results import Problem, Results, Run, ShapeResult, write
-from xlafuse.bench.text import result_lines
+from xlafuse.bench.results import Problem, ShapeResult
 from xlafuse.bench.timing import Candidate
+from xlafuse.bench.worker import write_each
 
 AXIS = "tensor"
 Programs = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...], bool]]
@@ -168,6 +165,18 @@ def candidates(programs: Callable[[], Programs], problems: list[Problem]) -> lis
     return checked({name: partial(made, name, *each) for name, each in programs().items()}, problems)
 
 
+def measured(options: argparse.Namespace) -> Iterator[ShapeResult]:
+    """Yields the times of each kind at each size."""
+    mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    for kind in options.kinds.split(","):
+        for text in [options.mlp] if kind == "fsdp" else options.sizes.split(","):
+            rows, features, outputs, *layers = map(int, text.split("x"))
+            size = (rows, outputs, features) if kind == "scatter" else (rows, features, outputs, *layers)
+            make = partial(candidates, partial(KINDS[kind], mesh, size, options.seed))
+            result = ShapeResult(op="linear", phase=kind, spec=f"{'x'.join(map(str, size))} on {mesh.size}")
+            yield timed(result, make, options, None, baseline=kind, by_gpu=False)
+
+
 def main() -> None:
     """Times the kinds that were asked for, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -179,20 +188,8 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    mesh = Mesh(np.array(jax.devices()), (AXIS,))
     settings = {"rounds": options.rounds, "calls": options.calls, "seed": options.seed}
-    run = Run(started=f"{datetime.now(UTC):%Y-%m-%dT%H:%M}", environment=environment(), settings=settings)
-    for kind in options.kinds.split(","):
-        for text in [options.mlp] if kind == "fsdp" else options.sizes.split(","):
-            rows, features, outputs, *layers = map(int, text.split("x"))
-            size = (rows, outputs, features) if kind == "scatter" else (rows, features, outputs, *layers)
-            make = partial(candidates, partial(KINDS[kind], mesh, size, options.seed))
-            spec = f"{'x'.join(map(str, size))} on {mesh.size}"
-            result = ShapeResult(op="linear", phase=kind, spec=spec)
-            result = timed(result, make, options, None, baseline=kind, by_gpu=False)
-            print("\n".join(result_lines(result)), flush=True)
-            run = replace(run, shapes=(*run.shapes, result))
-            write(options.output, Results(runs=(run,)))
+    write_each(measured(options), options.output, settings)
 
 
 if __name__ == "__main__":

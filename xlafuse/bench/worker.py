@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import repeat
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +22,7 @@ from xlafuse.bench.environment import environment, sampling
 from xlafuse.bench.kernels import bench_operation, require_gpu
 from xlafuse.bench.mesh import bench_mesh
 from xlafuse.bench.model import bench_model
-from xlafuse.bench.results import ShapeResult
+from xlafuse.bench.results import Results, Run, ShapeResult, write
 from xlafuse.bench.text import result_lines
 from xlafuse.errors import XlafuseError
 
@@ -68,6 +71,15 @@ def measure(send: Callable[[Any], None], benchmark: str, items: Sequence[str], s
                     print("\n".join(result_lines(result)), flush=True)
                     if result.problems and not gpu_answers():
                         sys.exit(GPU_LOST)
+
+
+def write_each(results: Iterable[ShapeResult], output: Path, settings: Mapping[str, Any]) -> None:
+    """Prints the results that a script measures in its own process, and writes the file again after each."""
+    run = Run(started=datetime.now(UTC).isoformat(timespec="seconds"), environment=environment(), settings=settings)
+    for result in results:
+        print("\n".join(result_lines(result)), flush=True)
+        run = replace(run, shapes=(*run.shapes, result))
+        write(output, Results(runs=(run,)))
 
 
 def worker_environment(settings: Any, environment: Mapping[str, str]) -> dict[str, str]:
