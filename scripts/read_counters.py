@@ -160,7 +160,7 @@ def compiled(text: str) -> Callable[[], Any]:
 
     from pallas_kernels import get_op, testing
     from xlafuse.bench import peers
-    from xlafuse.bench.candidates import callable_of
+    from xlafuse.bench.candidates import callable_of, inputs_of
 
     if text.startswith("study:"):
         return _compiled_variant(*text.split(":", 3)[1:])
@@ -169,7 +169,7 @@ def compiled(text: str) -> Callable[[], Any]:
     spec = next(s for s in op.tagged("bench") if s.name == wanted)
     case = testing.make_case(op, spec, 0)
     chosen = implementation[0] if implementation else "mosaic"
-    inputs = (case.arguments,) if phase == "forward" else (case.arguments, case.cotangents)
+    inputs = inputs_of(case, phase)
     wait = jax.block_until_ready
     if chosen in peers.PEERS and chosen not in peers.OF_THE_OPERATION:
         candidate, _ = peers.load(chosen).candidate(name, phase, [case])

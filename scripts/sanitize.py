@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 """Memory errors of the kernels, found by NVIDIA's compute-sanitizer (memcheck) on an attached Hopper GPU.
 
-    scripts/sanitize.py [-o FILE] [--every] [--jobs N] [--seconds S] [OPERATION ...]
+    scripts/sanitize.py [-o FILE] [--jobs N] [--seconds S] [OPERATION ...]
 
 Prints a line an operation, and writes FILE as JSON after each. Of each operation one small call of every kind (dtype,
-ragged or long rows, arguments given) is run forward and backward with "mosaic"; with --every each call of the GPU
-tests, as after changes to which kernel a shape takes. First comes a kernel with a planted fault: a tool that does not
-see that one sees nothing. Only Mosaic GPU's kernels are watched. Exits with 1 where one of ours is at fault, where a
-case was not finished, and where the planted fault was not seen.
+ragged or long rows, arguments given) is run forward and backward with "mosaic". First comes a kernel with a planted
+fault: a tool that does not see that one sees nothing. Only Mosaic GPU's kernels are watched. Exits with 1 where one of
+ours is at fault, where a case was not finished, and where the planted fault was not seen.
 
 Racecheck (2025.3, on an H200) saw none of the races planted for it, between warpgroups or lanes, so it is not run. For
 races between warpgroups there is the interpreter's detector, in tests/kernels; for lanes that disagree, the check of
@@ -52,14 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operations", nargs="*", metavar="OPERATION")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE")
-    parser.add_argument("--every", action="store_true", help="every call that the GPU tests have, not one of each kind")
     parser.add_argument("--jobs", type=int, default=6, help="processes that share the GPU")
     parser.add_argument("--seconds", type=float, default=240.0, help="for one operation")
     parser.add_argument("--run", action="store_true", help="run the operation (what compute-sanitizer calls)")
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="with --run: leave out the first N cases")
     options = parser.parse_args(argv)
     if options.run:
-        run(options.operations[0], options.skip, is_every=options.every)
+        run(options.operations[0], options.skip)
         return 0
     from pallas_kernels import REGISTRY
     from xlafuse.bench.environment import commit, gpu_state
@@ -88,9 +86,7 @@ def sanitize(operation: str, options: argparse.Namespace) -> dict[str, Any]:
     found: list[dict[str, str]] = []
     died: list[str] = []
     for _ in range(_PROCESSES):
-        lines = printed(
-            operation, skip, start + options.seconds - time.monotonic(), is_every=options.every
-        ).splitlines()
+        lines = printed(operation, skip, start + options.seconds - time.monotonic()).splitlines()
         own = [text.removeprefix(_CASE) for text in lines if text.startswith(_CASE) and text != _END]
         cases, found = [*cases, *own], [*found, *findings(lines)]
         if _END in lines or any(map(is_ours, found)):
@@ -110,17 +106,16 @@ def sanitize(operation: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def printed(operation: str, skip: int, seconds: float, *, is_every: bool) -> str:
+def printed(operation: str, skip: int, seconds: float) -> str:
     """Returns what a process under the tool prints until it ends or the time is up."""
     # With an allocation for each array, the first byte past its end is past an allocation, too.
     allocator = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     # Neither trial runs of XLA's own products nor CUDA graphs, whose kernels the tool has to take apart.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [*_COMMAND, operation, "--skip", str(skip), *(["--every"] if is_every else [])]
     try:
         return subprocess.run(
-            command,
+            [*_COMMAND, operation, "--skip", str(skip)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, **allocator, "XLA_FLAGS": flags.strip(), "PYTHONPATH": path},
@@ -169,29 +164,25 @@ def line(outcome: dict[str, Any]) -> str:
     return "\n".join([text, *(f"    {each['case']}: {each['kernel']}: {each['message']}" for each in ours)])
 
 
-def run(operation: str, skip: int = 0, *, is_every: bool = False) -> None:
-    """Runs an operation's calls after the first `skip`, printing each before it; what compute-sanitizer watches.
-
-    is_every: all of its GPU tests' calls, and not one of each kind.
-    """
+def run(operation: str, skip: int = 0) -> None:
+    """Runs an operation's calls after the first `skip`, printing each before it; what compute-sanitizer watches."""
     import jax
 
     from pallas_kernels import get_op, testing
-    from xlafuse.bench.candidates import callable_of
+    from xlafuse.bench.candidates import callable_of, inputs_of
 
     if operation == PLANTED:
         print(f"{_CASE}{operation}", flush=True)
         planted_fault()
     else:
         op = get_op(operation)
-        specs = gpu_calls(op) if is_every else one_of_each_kind(op)
-        for spec, phase in [(spec, phase) for spec in specs for phase in ("forward", "backward")][skip:]:
+        calls = [(spec, phase) for spec in one_of_each_kind(op) for phase in ("forward", "backward")]
+        for spec, phase in calls[skip:]:
             faulthandler.dump_traceback_later(_STILL_SECONDS, exit=True)
             print(f"{_CASE}{phase} {spec.name}", flush=True)
             with jax.default_device(jax.devices("cpu")[0]):  # fewer kernels to watch
                 case = testing.make_case(op, spec, 0)
-            given = (case.arguments,) if phase == "forward" else (case.arguments, case.cotangents)
-            given = jax.device_put(given, jax.devices()[0])
+            given = jax.device_put(inputs_of(case, phase), jax.devices()[0])
             jax.block_until_ready(jax.jit(callable_of(op, phase, "mosaic"))(*given))
         # At least one call of the driver's: without any the tool does not end well.
         jax.block_until_ready(jax.device_put(0.0, jax.devices()[0]))
@@ -201,15 +192,11 @@ def run(operation: str, skip: int = 0, *, is_every: bool = False) -> None:
 def one_of_each_kind(op) -> list:
     """The first GPU test's spec of each dtype, shape of row, and set of arguments."""
     kinds = {}
-    for spec in gpu_calls(op):
-        main = spec.arguments[op.batched[0]]
-        kinds.setdefault((main.dtype, spec.tags, frozenset(spec.arguments)), spec)
+    for spec in op.tagged("gpu"):
+        if "bench" not in spec.tags:
+            main = spec.arguments[op.batched[0]]
+            kinds.setdefault((main.dtype, spec.tags, frozenset(spec.arguments)), spec)
     return list(kinds.values())
-
-
-def gpu_calls(op) -> list:
-    """Every GPU test's spec: shapes, too, decide which kernel runs."""
-    return [spec for spec in op.tagged("gpu") if "bench" not in spec.tags]
 
 
 def planted_fault() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--only", nargs="+", metavar="PROGRAM")
-    parser.add_argument("--seconds", type=float, default=400.0, help="start nothing after this long")
     options = parser.parse_args()
     import jax
     from advised import ADVISED  # pyright: ignore[reportMissingImports]
@@ -62,13 +60,11 @@ def main() -> int:
     from hlo_analysis import analyze, capture
     from xlafuse.catalogue import KERNELS
 
-    began, lines = time.perf_counter(), []
+    lines = []
     for name in options.only or ADVISED:
         program = ADVISED[name]
         functions = {"as it is": program.needs, "as advised": program.followed}
         for arguments in program.sizes:
-            if time.perf_counter() - began > options.seconds:
-                break
             before, after = (analyze(capture(function, *arguments, target="attached"), catalogue=KERNELS)
                              for function in functions.values())  # fmt: skip
             words = program.cause.partition(" of ")[0] if "scatter" not in program.cause else "A scatter adds"

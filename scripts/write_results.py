@@ -1,7 +1,6 @@
 """Kept benchmark results: merged, shown, and written into README and docs/ between markers.
 
 scripts/write_results.py                        # the tables, from notebooks/results
-scripts/write_results.py --check                # exits with 1 where they are not current
 scripts/write_results.py --merge A B C -o FILE  # one file of several; the last measurement of a shape counts
 scripts/write_results.py --show FILE             # as the benchmark printed them
 scripts/write_results.py --tests XML -o FILE    # a summary of pytest's --junitxml report
@@ -37,7 +36,6 @@ _FAULTS = ("failure", "error")
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("-o", "--output", type=Path, default=KEPT)
     parser.add_argument("--show", type=Path, metavar="FILE")
@@ -59,22 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.output.write_text(json.dumps(counts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
             print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
             return 0
-        return _pages(check_only=options.check)
+        for path, text in placed({path: path.read_text(encoding="utf-8") for path in PAGES}).items():
+            path.write_text(text, encoding="utf-8")
     except ResultsError as error:
         print(f"write_results.py: {error}", file=sys.stderr)
         return 2
-
-
-def _pages(*, check_only: bool) -> int:
-    old = {path: path.read_text(encoding="utf-8") for path in PAGES}
-    stale = {path: text for path, text in placed(old).items() if text != old[path]}
-    names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
-    if check_only:
-        print(f"out of date: {names}; run `make results`" if stale else "current")
-        return int(bool(stale))
-    for path, text in stale.items():
-        path.write_text(text, encoding="utf-8")
-    print(f"wrote the tables of {names}" if stale else "all tables were current")
     return 0
 
 

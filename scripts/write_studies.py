@@ -1,15 +1,12 @@
 """The pages of docs/studies and the tables of docs/studies.md, from notebooks/results/studies.
 
 scripts/write_studies.py                      # writes them and draws the plots
-scripts/write_studies.py --check              # exits with 1 where a page is not current
 scripts/write_studies.py --merge A B C        # adds result files to notebooks/results/studies
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from xlafuse.bench.tables import place
@@ -24,26 +21,18 @@ KEPT, DOCS = ROOT / "notebooks/results/studies", ROOT / "docs"
 OVERVIEW, PAGES = DOCS / "studies.md", DOCS / "studies"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+def main() -> None:
+    """Adds the files that --merge names, and writes the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     for path in options.merge or ():
         add(load(path))
-    if not options.check:
-        PAGES.mkdir(parents=True, exist_ok=True)
-        for name, result in kept().items():
-            plot(get_study(name), result, PAGES / f"{name}.svg")
-    stale = [path for path, text in pages().items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    if options.check:
-        names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
-        print(f"out of date: {names}; run `make results`" if stale else "current")
-        return int(bool(stale))
+    PAGES.mkdir(parents=True, exist_ok=True)
+    for name, result in kept().items():
+        plot(get_study(name), result, PAGES / f"{name}.svg")
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
-    return 0
 
 
 def add(result: StudyResult) -> None:
@@ -73,4 +62,4 @@ def pages() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -26,8 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from programs import Program, PublicModel
+from programs import OPTIMIZER, Program, PublicModel, part_of, shapes_of
 from sources import MODELS
 from times import timed
 
@@ -108,21 +107,10 @@ def run(model: PublicModel, part: str, checkouts: Path) -> dict[str, Any]:
     if part == "numerics":
         return {"source": model.source, "numerics": checked(model, checkouts)}
     program = model.build(checkouts, jnp.bfloat16, "page")
-    params = jax.eval_shape(program.init, jax.random.key(0))
-    arguments = (params, *program.batch)
     fn, outer = part_of(program, part)
-    found = sites_of(fn, arguments)
-    if part == "step":
-        arguments = (params, jax.eval_shape(OPTIMIZER.init, params), *program.batch)
-    found |= compared(fn, outer, arguments, changes=bool(found["taken"]))
+    found = sites_of(fn, shapes_of(program, "forward"))
+    found |= compared(fn, outer, shapes_of(program, part), changes=bool(found["taken"]))
     return {"source": model.source, "size": program.size, part: found}
-
-
-def part_of(program: Program, part: str) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-    """Returns the function that `fuse` gets, and what makes the part of it."""
-    if part == "forward":
-        return program.forward, lambda forward: forward
-    return program.loss, step_of if part == "step" else jax.value_and_grad
 
 
 def times_of(model: PublicModel, part: str, checkouts: Path, layers: int) -> dict[str, Any]:
@@ -144,27 +132,13 @@ def times_of(model: PublicModel, part: str, checkouts: Path, layers: int) -> dic
 def estimated(model: PublicModel, part: str, checkouts: Path, layers: int) -> dict[str, Any]:
     """Estimates a part of a model as it is, at the real size with at most so many layers, compiled without a GPU."""
     program = model.build(checkouts, jnp.bfloat16, "real", layers)
-    params = jax.eval_shape(program.init, jax.random.key(0))
-    state = (jax.eval_shape(OPTIMIZER.init, params),) if part == "step" else ()
     fn, outer = part_of(program, part)
-    analysis = analyze(capture(outer(fn), params, *state, *program.batch, target=TARGET))
+    analysis = analyze(capture(outer(fn), *shapes_of(program, part), target=TARGET))
     return {"size": program.size, "us": round(analysis.estimated_us, 1)}
 
 
 PARTS = ("numerics", "forward", "gradient", "step")
 TIMED = ("forward", "step")
-OPTIMIZER = optax.adamw(1e-3)
-
-
-def step_of(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the training step of a loss."""
-
-    def step(params: Any, state: Any, *batch: Any) -> Any:
-        value, gradients = jax.value_and_grad(loss)(params, *batch)
-        updates, state = OPTIMIZER.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
 
 
 def sites_of(fn: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -284,39 +258,25 @@ def page(text: str, results: dict[str, Any]) -> str:
         [*each.replace("|", "\\|").partition(": ")[::2], str(count)]
         for each, count in refused.most_common(MOST_REASONS)
     ]
-    heads = ("sites left to XLA", "refused", "launches", "MB", "estimated µs")
+    checks = ([name, *_check(found.get("numerics"))] for name, found in results.items())
+    sources = ([name, found["source"], found.get("size", "")] for name, found in results.items())
     tables = {
-        "programs": (("model", "program", "kernels", *heads), "lllrrrrr", _programs(results)),
+        "programs": (
+            "model | program | kernels | sites left to XLA | refused | launches | MB | estimated µs",
+            "lllrrrrr",
+            _programs(results),
+        ),
         "times": (
-            (
-                "model",
-                "program",
-                "size",
-                "GPU",
-                "XLA, ms",
-                "estimated",
-                "`fuse`, ms",
-                "gain",
-                "PyTorch, ms",
-                "over `fuse`",
-            ),
+            "model | program | size | GPU | XLA, ms | estimated | `fuse`, ms | gain | PyTorch, ms | over `fuse`",
             "llllrrrrrr",
             _times(results),
         ),
-        "errors": (
-            ("model", "rule", "error", "error of the program as it is", "median ratio"),
-            "llrrr",
-            ([name, *_check(found.get("numerics"))] for name, found in results.items()),
-        ),
-        "reasons": (("operation", "reason", "lines"), "llr", reasons),
-        "sources": (
-            ("model", "source", "size"),
-            "lll",
-            ([name, found["source"], found.get("size", "")] for name, found in results.items()),
-        ),
+        "errors": ("model | rule | error | error of the program as it is | median ratio", "llrrr", checks),
+        "reasons": ("operation | reason | lines", "llr", reasons),
+        "sources": ("model | source | size", "lll", sources),
     }
     for marker, (header, align, rows) in tables.items():
-        text = place(text, markdown_table(header, rows, align), marker)
+        text = place(text, markdown_table(header.split(" | "), rows, align), marker)
     return text
 
 

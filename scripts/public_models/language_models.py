@@ -84,7 +84,6 @@ def qwen3(folder: Path, dtype: Any, sizes: Stack) -> Program:
     """Makes Bonsai's Qwen 3, which runs on a new cache, all in one dtype."""
     with importing(folder / "bonsai"):
         library = importlib.import_module("bonsai.models.qwen3.modeling")
-    from flax import nnx
 
     config = library.ModelConfig(
         num_layers=sizes.layers,
@@ -102,8 +101,6 @@ def qwen3(folder: Path, dtype: Any, sizes: Stack) -> Program:
     )
 
     def forward(module: Any, tokens: jax.Array) -> jax.Array:
-        given = jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(module))
-        module = nnx.merge(nnx.graphdef(module), given)
         cache = library.init_cache(config, sizes.batch, sizes.length, 0, dtype)
         return module(tokens, cache=cache, segment_ids=1 * (tokens != 0))
 
@@ -112,14 +109,15 @@ def qwen3(folder: Path, dtype: Any, sizes: Stack) -> Program:
         return optax.softmax_cross_entropy_with_integer_labels(given, tokens[:, 1:]).mean()
 
     tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
-    return nnx_program(lambda rngs: library.Qwen3(config, rngs=rngs), forward, loss, size=str(sizes), batch=(tokens,))
+    return nnx_program(
+        lambda rngs: library.Qwen3(config, rngs=rngs), forward, loss, dtype=dtype, size=str(sizes), batch=(tokens,)
+    )
 
 
 def mamba2(folder: Path, dtype: Any, sizes: Stack) -> Program:
     """Makes Bonsai's Mamba 2, all in one dtype."""
     with importing(folder / "bonsai"):
         library = importlib.import_module("bonsai.models.mamba2.modeling")
-    from flax import nnx
 
     config = library.ModelConfig(
         vocab_size=sizes.vocabulary,
@@ -130,17 +128,14 @@ def mamba2(folder: Path, dtype: Any, sizes: Stack) -> Program:
         chunk_size=4 * sizes.head_width,
     )
 
-    def forward(module: Any, tokens: jax.Array) -> Any:
-        given = jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(module))
-        return nnx.merge(nnx.graphdef(module), given)(tokens, tokens)
-
     tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
     return nnx_program(
         lambda rngs: library.Mamba2ForCausalLM(config, rngs=rngs),
-        lambda module, tokens: forward(module, tokens)["logits"],
+        lambda module, tokens: module(tokens, tokens)["logits"],
         lambda logits, tokens: optax.softmax_cross_entropy_with_integer_labels(
             logits[:, :-1].reshape(-1, sizes.vocabulary), tokens[:, 1:].reshape(-1)
         ).mean(),
+        dtype=dtype,
         size=str(sizes),
         batch=(tokens,),
     )
@@ -150,7 +145,6 @@ def umt5(folder: Path, dtype: Any, sizes: Stack) -> Program:
     """Makes Bonsai's umT5, which fills in spans, without dropout and all in one dtype."""
     with importing(folder / "bonsai"):
         library = importlib.import_module("bonsai.models.umt5.modeling")
-    from flax import nnx
 
     config = library.ModelConfig(
         vocab_size=sizes.vocabulary,
@@ -170,8 +164,6 @@ def umt5(folder: Path, dtype: Any, sizes: Stack) -> Program:
         return module
 
     def forward(module: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        given = jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(module, nnx.Param))
-        nnx.update(module, given)
         mask = jnp.ones_like(tokens)
         return module.lm_head(module(tokens, mask, jnp.pad(targets[:, :-1], ((0, 0), (1, 0))), jnp.ones_like(targets)))
 
@@ -181,11 +173,7 @@ def umt5(folder: Path, dtype: Any, sizes: Stack) -> Program:
     tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
     targets = tokens_of(sizes.batch, sizes.targets, sizes.vocabulary, seed=1)
     return nnx_program(
-        make,
-        forward,
-        loss,
-        size=f"{sizes}, {sizes.targets} targets",
-        batch=(tokens, targets),
+        make, forward, loss, dtype=dtype, size=f"{sizes}, {sizes.targets} targets", batch=(tokens, targets)
     )
 
 

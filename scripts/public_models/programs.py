@@ -16,6 +16,7 @@ import flax.io  # noqa: F401  it looks for tensorflow, which must not be a stand
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from sizes import Graphs, Size, resolve
 
 
@@ -46,6 +47,34 @@ class PublicModel:
     def build(self, folder: Path, dtype: Any, size: Size, layers: int = 8) -> Program:
         """Makes the program at a size, with at most so many layers."""
         return self.make(folder, dtype, resolve(self.sizes, size, layers))
+
+
+OPTIMIZER = optax.adamw(1e-3)
+
+
+def part_of(program: Program, part: str) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    """Returns the function that `fuse` gets, and what makes the part of it."""
+    if part == "forward":
+        return program.forward, lambda forward: forward
+    return program.loss, step_of if part == "step" else jax.value_and_grad
+
+
+def step_of(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the training step of a loss."""
+
+    def step(params: Any, state: Any, *batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, *batch)
+        updates, state = OPTIMIZER.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def shapes_of(program: Program, part: str) -> tuple[Any, ...]:
+    """Returns a part's arguments: shapes of the parameters and, for a step, of the optimizer's state; the batch."""
+    params = jax.eval_shape(program.init, jax.random.key(0))
+    state = (jax.eval_shape(OPTIMIZER.init, params),) if part == "step" else ()
+    return params, *state, *program.batch
 
 
 def tokens_of(batch: int, length: int, vocabulary: int, seed: int = 0) -> jax.Array:
@@ -152,11 +181,17 @@ def _random_state(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def nnx_program(
-    make: Callable[[Any], Any], forward: Callable[..., Any], loss: Callable[..., Any], **more: Any
+    make: Callable[[Any], Any],
+    forward: Callable[..., Any],
+    loss: Callable[..., Any],
+    *,
+    dtype: Any = None,
+    **more: Any,
 ) -> Program:
     """Makes the program of an NNX module, with weights in float32.
 
-    make: of `nnx.Rngs`. forward: of module and batch. loss: of the result and batch.
+    make: of `nnx.Rngs`. forward: of module and batch. loss: of the result and batch. dtype: of the module's weights in
+    the forward pass; None: as they are given.
     """
     from flax import nnx
 
@@ -170,7 +205,7 @@ def nnx_program(
         return [leaf.astype(jnp.float32) for leaf, is_floating in zip(leaves, floating, strict=True) if is_floating]
 
     def run(params: Any, *batch: Any) -> Any:
-        given = iter(params)
+        given = iter(params if dtype is None else [leaf.astype(dtype) for leaf in params])
         others = iter(constants)
         leaves = [next(given) if is_floating else next(others) for is_floating in floating]
         return forward(nnx.merge(graph, jax.tree.unflatten(structure, leaves)), *batch)

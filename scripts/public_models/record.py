@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import runpy
 import sys
 import time
 from collections.abc import Sequence
@@ -61,22 +60,20 @@ def record(name: str, part: str, layers: int, timeout: float, checkouts: Path, o
     """
     import jax
     import jax.numpy as jnp
+    from programs import part_of, shapes_of
     from record_measured import line
     from sources import MODELS
 
     from hlo_analysis import analyze, capture
     from xlafuse.measurements import Measurements, to_json
 
-    whole = runpy.run_path(str(Path(__file__).with_name("__main__.py")), run_name="public_models")
     model = next(each for each in MODELS if each.name == name)
     program = model.build(checkouts, jnp.bfloat16, "real", layers)
-    params = jax.eval_shape(program.init, jax.random.key(0))
-    fn, outer = whole["part_of"](program, part)
-    state = (jax.eval_shape(whole["OPTIMIZER"].init, params),) if part == "step" else ()
+    fn, outer = part_of(program, part)
     step = jax.jit(outer(fn), donate_argnums=(0, 1) if part == "step" else ())
-    captured = capture(step, params, *state, *program.batch, target="attached", measure=True, timeout=timeout)
+    captured = capture(step, *shapes_of(program, part), target="attached", measure=True, timeout=timeout)
     analysis = analyze(captured)
-    measured, told = analysis.measured, line(f"{name}/{part}", program.size, analysis)
+    measured, told = analysis.measured, line(f"{name}/{part} {program.size}", analysis)
     folder = output / analysis.device.description.split()[1].lower()
     folder.mkdir(exist_ok=True)
     if measured is None or not measured.launches:
@@ -89,7 +86,7 @@ def record(name: str, part: str, layers: int, timeout: float, checkouts: Path, o
 
 
 def main() -> int:
-    """Records what fits into the time; 1 when a program was not measured."""
+    """Records the programs; 1 when one was not measured."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--checkouts", type=Path, required=True, help="folder of the repositories")
@@ -99,7 +96,6 @@ def main() -> int:
     parser.add_argument(
         "--timeout", type=float, default=500.0, help="seconds for a program: measuring waits for all that compile"
     )
-    parser.add_argument("--seconds", type=float, default=540.0, help="start nothing after this long")
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"  # tracing needs no GPU, and would take memory of the measured program's
     from sources import MODELS
@@ -112,14 +108,10 @@ def main() -> int:
             work = (*each.split("/"), options.layers, options.timeout, options.checkouts, options.output)
             waiting[pool.submit(record, *work)] = each
         for done in as_completed(waiting):
-            if done.cancelled():
-                continue
             error = done.exception()  # the others are worth having
             failed += error is not None
             result = f"{waiting[done]} {type(error).__name__}: {error}"[:600] if error else done.result()
             print(f"{time.perf_counter() - began:4.0f} s  {result}", flush=True)
-            if time.perf_counter() - began > options.seconds:
-                pool.shutdown(wait=False, cancel_futures=True)
     return int(failed > 0)
 
 

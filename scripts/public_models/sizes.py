@@ -184,16 +184,7 @@ S5: dict[Size, Stack] = {  # run_lra_cifar.sh; heads: blocks of the state's matr
 GRIFFIN: dict[Size, Stack] = {  # RecurrentGemma 2B
     "tiny": replace(_TINY, layers=3, window=16),
     "page": replace(_PAGE, layers=3, heads=8, hidden=3072, window=256),
-    "real": Stack(
-        batch=2,
-        length=2048,
-        width=2560,
-        layers=26,
-        heads=10,
-        hidden=7680,
-        window=2048,
-        vocabulary=256000,
-    ),
+    "real": Stack(batch=2, length=2048, width=2560, layers=26, heads=10, hidden=7680, window=2048, vocabulary=256000),
 }
 GEMMA4_EXPERTS: dict[Size, Stack] = {  # 26B A4B; of its 30 layers 2, whose AdamW's state fits beside XLA's masks
     "tiny": Stack(batch=2, length=16, width=32, hidden=16, experts=8, chosen=2),

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import configs
 import sizes
 import torch
 import transformers
@@ -27,20 +28,6 @@ import transformers
 RESULTS = Path(__file__).resolve().parents[2] / "notebooks/results/public_models.json"
 PARTS = ("step", "forward")
 UNSEEN = -100  # a label that has no loss
-
-
-def _encoder(stack: sizes.Stack) -> dict[str, Any]:
-    return {
-        "hidden_size": stack.width,
-        "num_hidden_layers": stack.layers,
-        "num_attention_heads": stack.heads,
-        "intermediate_size": stack.hidden,
-    }
-
-
-def _decoder(stack: sizes.Stack) -> dict[str, Any]:
-    heads = {"num_key_value_heads": stack.key_heads, "head_dim": stack.head_width}
-    return {"vocab_size": stack.vocabulary, "max_position_embeddings": stack.length, **heads, **_encoder(stack)}
 
 
 def _tokens(stack: sizes.Stack) -> dict[str, torch.Tensor]:
@@ -59,30 +46,12 @@ def _images(stack: sizes.Stack) -> dict[str, torch.Tensor]:
     return {"pixel_values": pixels, "labels": torch.randint(stack.vocabulary, (stack.batch,), device="cuda")}
 
 
-def _gpt2(stack: sizes.Stack) -> Any:
-    widths = {"n_positions": stack.length, "n_embd": stack.width, "n_layer": stack.layers, "n_head": stack.heads}
-    return transformers.GPT2Config(vocab_size=stack.vocabulary, use_cache=False, **widths)
-
-
-def _bert(stack: sizes.Stack) -> Any:
-    sized = {"vocab_size": stack.vocabulary, "max_position_embeddings": stack.length}
-    return transformers.BertConfig(**sized, **_encoder(stack))
-
-
-def _vit(stack: sizes.Stack) -> Any:
-    return transformers.ViTConfig(image_size=stack.length, num_labels=stack.vocabulary, **_encoder(stack))
-
-
-def _llama(stack: sizes.Stack) -> Any:
-    return transformers.LlamaConfig(use_cache=False, **_decoder(stack))
-
-
 def _qwen3(stack: sizes.Stack) -> Any:
-    return transformers.Qwen3Config(tie_word_embeddings=True, use_cache=False, **_decoder(stack))
+    return transformers.Qwen3Config(tie_word_embeddings=True, **configs.decoder(stack))
 
 
 def _gemma(stack: sizes.Stack) -> Any:
-    return transformers.Gemma3TextConfig(sliding_window=stack.window, use_cache=False, **_decoder(stack))
+    return transformers.Gemma3TextConfig(sliding_window=stack.window, **configs.decoder(stack))
 
 
 def _umt5(stack: sizes.Stack) -> Any:
@@ -104,24 +73,13 @@ def _spans(stack: sizes.Stack) -> dict[str, torch.Tensor]:
     return {"input_ids": _tokens(stack)["input_ids"], **_targets(stack)}
 
 
-def _whisper(stack: sizes.Stack) -> Any:
-    halves = ("encoder", "decoder")
-    layers, heads, hidden = (
-        {f"{half}_{name}": size for half in halves}
-        for name, size in (("layers", stack.layers), ("attention_heads", stack.heads), ("ffn_dim", stack.hidden))
-    )
-    positions = {"max_source_positions": stack.length, "max_target_positions": stack.targets}
-    sized = {"vocab_size": stack.vocabulary, "d_model": stack.width, "use_cache": False, "pad_token_id": 0}
-    return transformers.WhisperConfig(**sized, **positions, **layers, **heads, **hidden)
-
-
 def _sounds(stack: sizes.Stack) -> dict[str, torch.Tensor]:
     return {"input_features": torch.randn(stack.batch, 80, 2 * stack.length, device="cuda"), **_targets(stack)}
 
 
 def _siglip(stack: sizes.Stack) -> Any:
-    text = {"vocab_size": stack.vocabulary, "max_position_embeddings": stack.targets, **_encoder(stack)}
-    vision = {"image_size": stack.length, "patch_size": 16, **_encoder(stack)}
+    text = {"vocab_size": stack.vocabulary, "max_position_embeddings": stack.targets, **configs.encoder(stack)}
+    vision = {"image_size": stack.length, "patch_size": 16, **configs.encoder(stack)}
     return transformers.SiglipConfig(text_config=text, vision_config=vision)
 
 
@@ -170,14 +128,14 @@ def _as(kind: str, config_of: Callable[[sizes.Stack], Any]) -> Callable[[sizes.S
 
 
 MODELS: dict[str, tuple[dict[Any, sizes.Stack], Callable[[sizes.Stack], Any], Callable[[sizes.Stack], Any]]] = {
-    "gpt2": (sizes.GPT2, _as("GPT2LMHeadModel", _gpt2), _tokens),
-    "bert": (sizes.BERT, _as("BertForMaskedLM", _bert), _masked),
-    "vit": (sizes.VIT, _as("ViTForImageClassification", _vit), _images),
-    "llama": (sizes.LLAMA, _as("LlamaForCausalLM", _llama), _tokens),
+    "gpt2": (sizes.GPT2, _as("GPT2LMHeadModel", configs.gpt2), _tokens),
+    "bert": (sizes.BERT, _as("BertForMaskedLM", configs.bert), _masked),
+    "vit": (sizes.VIT, _as("ViTForImageClassification", configs.vit), _images),
+    "llama": (sizes.LLAMA, _as("LlamaForCausalLM", configs.llama), _tokens),
     "qwen3": (sizes.QWEN3, _as("Qwen3ForCausalLM", _qwen3), _tokens),
     "gemma": (sizes.GEMMA, _as("Gemma3ForCausalLM", _gemma), _tokens),
     "umt5": (sizes.UMT5, _umt5, _spans),
-    "whisper": (sizes.WHISPER, _as("WhisperForConditionalGeneration", _whisper), _sounds),
+    "whisper": (sizes.WHISPER, _as("WhisperForConditionalGeneration", configs.whisper), _sounds),
     "siglip": (sizes.SIGLIP, _as("SiglipModel", _siglip), _pairs),
     "experts": (sizes.GEMMA4_EXPERTS, _Experts, _rows),
 }

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import configs
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,44 +18,17 @@ from sizes import Stack
 
 def gpt2(folder: Path, dtype: Any, sizes: Stack) -> Program:
     """Makes GPT-2, with dropout."""
-    module = _module(
-        "gpt2",
-        "FlaxGPT2LMHeadModule",
-        dtype,
-        vocab_size=sizes.vocabulary,
-        n_positions=sizes.length,
-        n_embd=sizes.width,
-        n_layer=sizes.layers,
-        n_head=sizes.heads,
-    )
-    return _decoder(module, sizes)
+    return _decoder(_module("gpt2", "FlaxGPT2LMHeadModule", configs.gpt2, dtype, sizes), sizes)
 
 
 def llama(folder: Path, dtype: Any, sizes: Stack) -> Program:
     """Makes Llama."""
-    module = _module(
-        "llama",
-        "FlaxLlamaForCausalLMModule",
-        dtype,
-        vocab_size=sizes.vocabulary,
-        num_key_value_heads=sizes.key_heads,
-        head_dim=sizes.head_width,
-        max_position_embeddings=sizes.length,
-        **_encoder(sizes),
-    )
-    return _decoder(module, sizes)
+    return _decoder(_module("llama", "FlaxLlamaForCausalLMModule", configs.llama, dtype, sizes), sizes)
 
 
 def bert(folder: Path, dtype: Any, sizes: Stack) -> Program:
     """Makes BERT, with dropout, that fills in masked tokens: a seventh of them."""
-    module = _module(
-        "bert",
-        "FlaxBertForMaskedLMModule",
-        dtype,
-        vocab_size=sizes.vocabulary,
-        max_position_embeddings=sizes.length,
-        **_encoder(sizes),
-    )
+    module = _module("bert", "FlaxBertForMaskedLMModule", configs.bert, dtype, sizes)
     tokens, mask, positions = _text(sizes)
     inputs = (tokens, mask, jnp.zeros_like(tokens), positions)
 
@@ -68,15 +43,7 @@ def bert(folder: Path, dtype: Any, sizes: Stack) -> Program:
 
 def vit(folder: Path, dtype: Any, sizes: Stack) -> Program:
     """Makes a vision transformer that classifies."""
-    module = _module(
-        "vit",
-        "FlaxViTForImageClassificationModule",
-        dtype,
-        image_size=sizes.length,
-        patch_size=8 if sizes.length < 224 else 16,
-        num_labels=sizes.vocabulary,
-        **_encoder(sizes),
-    )
+    module = _module("vit", "FlaxViTForImageClassificationModule", configs.vit, dtype, sizes)
     images = normal(sizes.batch, sizes.length, sizes.length, 3)
     labels = tokens_of(sizes.batch, 1, sizes.vocabulary)[:, 0]
 
@@ -89,22 +56,7 @@ def vit(folder: Path, dtype: Any, sizes: Stack) -> Program:
 
 def whisper(folder: Path, dtype: Any, sizes: Stack) -> Program:
     """Makes Whisper, of spectrograms of 80 bands and twice the encoder's positions."""
-    module = _module(
-        "whisper",
-        "FlaxWhisperForConditionalGenerationModule",
-        dtype,
-        vocab_size=sizes.vocabulary,
-        d_model=sizes.width,
-        encoder_layers=sizes.layers,
-        decoder_layers=sizes.layers,
-        encoder_attention_heads=sizes.heads,
-        decoder_attention_heads=sizes.heads,
-        encoder_ffn_dim=sizes.hidden,
-        decoder_ffn_dim=sizes.hidden,
-        max_source_positions=sizes.length,
-        max_target_positions=sizes.targets,
-        pad_token_id=0,
-    )
+    module = _module("whisper", "FlaxWhisperForConditionalGenerationModule", configs.whisper, dtype, sizes)
     sound = normal(sizes.batch, 80, 2 * sizes.length, dtype=dtype)
     targets = tokens_of(sizes.batch, sizes.targets, sizes.vocabulary)
     positions = jnp.broadcast_to(jnp.arange(sizes.targets), targets.shape)
@@ -117,22 +69,10 @@ def whisper(folder: Path, dtype: Any, sizes: Stack) -> Program:
     return linen_program(module, inputs, {"deterministic": False}, loss, size=str(sizes), batch=batch)
 
 
-def _module(family: str, module: str, dtype: Any, **config: Any) -> Any:
-    """Makes a module of a family, of its configuration."""
-    transformers = importlib.import_module("transformers")
+def _module(family: str, module: str, config_of: Callable[[Stack], Any], dtype: Any, sizes: Stack) -> Any:
+    """Makes a module of a family."""
     file = importlib.import_module(f"transformers.models.{family}.modeling_flax_{family}")
-    name = module.removeprefix("Flax").partition("For")[0].removesuffix("LMHeadModule")
-    return getattr(file, module)(getattr(transformers, f"{name}Config")(**config), dtype=dtype)
-
-
-def _encoder(sizes: Stack) -> dict[str, int]:
-    """Returns the arguments that most configurations share."""
-    return {
-        "hidden_size": sizes.width,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "intermediate_size": sizes.hidden,
-    }
+    return getattr(file, module)(config_of(sizes), dtype=dtype)
 
 
 def _text(sizes: Stack) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -15,7 +15,7 @@ import pytest
 from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
 from hlo_analysis.targets import load_target
 from xlafuse.bench import block, candidates, timing
-from xlafuse.bench.block import bench_block, bench_case, make_case
+from xlafuse.bench.block import bench_block, bench_case, case_maker
 from xlafuse.bench.block_tables import block_details, block_overview
 from xlafuse.bench.candidates import check_close
 from xlafuse.bench.environment import environment
@@ -79,7 +79,7 @@ def test_what_cannot_run_here_is_unsupported_and_a_wrong_one_failed(monkeypatch)
 def test_fused_is_the_rewritten_program():
     target = load_target("h200")
     config, shape = get_preset("llama3-8b"), (1, 512)
-    case = jax.eval_shape(lambda: make_case(config, shape, "grad", 0))
+    case = jax.eval_shape(case_maker(config, shape, "grad"), jax.random.key(0))
 
     def traced(name):
         with name_target_in_meshes(target), jax.sharding.use_abstract_mesh(mesh_of_one(target)):
@@ -126,7 +126,7 @@ def test_pytorchs_block_is_ours(peer, config, monkeypatch):
     imitation_torch.install(monkeypatch)
     from xlafuse.bench.peers import torch_block
 
-    cases = [make_case(config, (2, 5), "forward", seed) for seed in (1, 2)]
+    cases = list(map(case_maker(config, (2, 5), "forward"), jax.random.split(jax.random.key(1))))
     candidate, (y,) = torch_block.candidate(peer, config, "forward", cases)
     assert (candidate.name, candidate.kind, len(candidate.inputs)) == (peer, "peer", 2)
     expected = jax.jit(block_function(config, (2, 5))[0])(*cases[0])
@@ -139,7 +139,7 @@ def test_a_peers_gradients_come_in_our_order_and_wrong_ones_are_reported(monkeyp
     imitation_torch.install(monkeypatch)
     from xlafuse.bench.peers import torch_block
 
-    case = make_case(SMALL, (1, 4), "grad", 0)
+    case = case_maker(SMALL, (1, 4), "grad")(jax.random.key(0))
     _, results = torch_block.candidate("torch_eager", SMALL, "grad", [case])
     ours = jax.tree.leaves(jax.eval_shape(block.program(block.get_strategy("xla"), SMALL, (1, 4), "grad"), *case))
     assert [each.shape for each in results] == [each.shape for each in ours]

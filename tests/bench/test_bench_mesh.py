@@ -84,7 +84,7 @@ def test_pytorchs_processes_get_the_models_sizes(monkeypatch):
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    found = mesh._torch(get_decoder("llama3-8b"), "8x4096", 4, SETTINGS)
+    found = mesh._torch(get_decoder("llama3-8b"), "8x4096", 4, SETTINGS, tokens_a_gpu=8 * 1024)
     (command, request), *_ = asked
     assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert "--nproc-per-node=4" in command

@@ -44,12 +44,12 @@ def sanitized(script, monkeypatch):
     def run(*texts, operation="rope"):
         left, skipped = list(texts), []
 
-        def printed(operation, skip, seconds, *, is_every):
+        def printed(operation, skip, seconds):
             skipped.append(skip)
             return left.pop(0)
 
         monkeypatch.setattr(script, "printed", printed)
-        return script.sanitize(operation, script.argparse.Namespace(seconds=60.0, every=False)), skipped
+        return script.sanitize(operation, script.argparse.Namespace(seconds=60.0)), skipped
 
     return run
 

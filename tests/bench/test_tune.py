@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import pytest
 from test_bench_results import measured, results, shape
@@ -11,7 +10,7 @@ from typer.testing import CliRunner
 
 from pallas_kernels import REGISTRY, get_op, tuning
 from pallas_kernels.specs import plain
-from xlafuse.bench import kernels, ptxas, tune
+from xlafuse.bench import kernels, tune
 from xlafuse.bench.kernels import bench_operation
 from xlafuse.bench.results import write
 from xlafuse.bench.settings import Settings
@@ -149,40 +148,3 @@ def test_a_table_may_be_made_of_kept_measurements(tmp_path):
     assert tuning.read(tmp_path / "h200.json", KIND)[KEY].variant == "256x128"
     told = CliRunner().invoke(app, [*words, "--op", "softmax"])
     assert (told.exit_code, "unknown tuned operation 'softmax'" in told.output) == (2, True)
-
-
-SPILLS = """\
-ptxas info    : Compiling entry function 'linear' for 'sm_90a'
-    8 bytes stack frame, 24 bytes spill stores, 16 bytes spill loads
-"""
-SERIALIZED = """\
-ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non \
-wgmma instructions reading accumulator registers of  a wgmma between start and end of the pipeline stage in the \
-function 'linear'
-ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient \
-register resources for the function 'wide'
-"""
-WAIT = """\
-ptxas info    : (C7519) warpgroup.arrive is injected in around line 94 by compiler to allow use of registers in GMMA \
-in function 'linear'
-ptxas info    : (C7517) warpgroup.wait is injected in around line 112 by compiler to allow use of registers defined by \
-GMMA in function 'linear'
-"""
-
-
-def test_what_slows_a_kernel_is_read_from_what_the_ptxas_prints(monkeypatch, capfd):
-    with ptxas.faults() as faults:
-        os.write(1, SPILLS.encode())
-    assert faults() == ()  # not asked for
-    assert capfd.readouterr().out == SPILLS
-    monkeypatch.setenv(ptxas.VARIABLE, "1")
-    with ptxas.faults() as faults:
-        os.write(1, f"{SERIALIZED}{WAIT}{SPILLS}".encode())
-    assert faults() == (
-        "it spills 24 bytes of registers a thread",
-        "linear: wgmma.mma_async instructions are serialized due to non wgmma instructions reading accumulator "
-        "registers of a wgmma between start and end of the pipeline stage",
-        "wide: wgmma.mma_async instructions are serialized due to insufficient register resources",
-        "linear: warpgroup.wait is injected to allow use of registers defined by GMMA",
-    )
-    assert capfd.readouterr().out == ""

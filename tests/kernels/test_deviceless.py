@@ -52,6 +52,28 @@ pytestmark = [
 ]
 
 
+PTXAS = """\
+ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non \
+wgmma instructions reading accumulator registers of  a wgmma between start and end of the pipeline stage in the \
+function 'linear'
+ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient \
+register resources for the function 'wide'
+ptxas info    : (C7519) warpgroup.arrive is injected in around line 94 by compiler to allow use of registers in GMMA \
+in function 'linear'
+ptxas info    : (C7517) warpgroup.wait is injected in around line 112 by compiler to allow use of registers defined by \
+GMMA in function 'linear'
+"""
+
+
+def test_what_waits_is_read_from_what_ptxas_prints():
+    assert compile_deviceless.waits(PTXAS) == (
+        "linear: wgmma.mma_async instructions are serialized due to non wgmma instructions reading accumulator "
+        "registers of a wgmma between start and end of the pipeline stage",
+        "wide: wgmma.mma_async instructions are serialized due to insufficient register resources",
+        "linear: warpgroup.wait is injected to allow use of registers defined by GMMA",
+    )
+
+
 class Compiler:
     """A process of its own for all operations: Mosaic GPU reads from the environment whether to print what ptxas says,
     and starting JAX and the CUDA plugin for each operation would take a minute in all."""

@@ -12,7 +12,10 @@ import jax.numpy as jnp
 import pytest
 from profiles import RUN, as_run
 
+import xlafuse
 from hlo_analysis import Capture, analyze, capture
+from hlo_analysis.diff import compare_analyses
+from hlo_analysis.records import StrategyResult
 from xlafuse.measurements import load
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -31,20 +34,22 @@ def captured(tmp_path: Path):
 
 
 def test_a_file_of_a_case_has_the_strategies_that_were_measured(captured, monkeypatch, tmp_path: Path, capsys):
-    def measured(case, strategy):
-        if strategy == "best":
-            raise RuntimeError("out of memory")
-        return analyze(captured)
+    def compared(preset, shape, **options):
+        assert (preset, shape, options["mode"], options["target"]) == ("llama3-8b", (1, 1), "forward", "attached")
+        results = (
+            StrategyResult(name="xla", description="", analysis=analyze(captured)),
+            StrategyResult(name="best", description="", analysis=None, error="RuntimeError: out of memory"),
+        )
+        return compare_analyses("llama3-8b", results, "xla")
 
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    recorder = script("record_measured.py")
-    monkeypatch.setitem(recorder.main.__globals__, "measured", measured)
-    words = ["x", "-o", str(tmp_path), "--only", "llama3-8b/1x1/forward", "--strategies", "xla,best"]
-    monkeypatch.setattr(sys, "argv", words)
-    assert recorder.main() == 1
+    monkeypatch.setattr(xlafuse, "compare", compared)
+    monkeypatch.setattr(sys, "argv", ["x", "-o", str(tmp_path), "llama3-8b/1x1/forward"])
+    assert script("record_measured.py").main() == 1
     assert "best       FAILED RuntimeError: out of memory" in capsys.readouterr().out
     recorded = load(tmp_path / "nvidia-h200" / "llama3-8b-1x1-forward.json")
+    assert recorded.title == "llama3-8b/1x1/forward"
     assert list(recorded.strategies) == ["xla"]
     assert recorded.strategies["xla"].calls == 3
     assert recorded.strategies["xla"].launches

@@ -46,7 +46,7 @@ def row(case, reused=0):
 
 
 def test_a_failing_case_costs_only_itself(script, monkeypatch, tmp_path, capsys):
-    def record(case, recording, timeout):
+    def record(case, recording):
         if case[2:] == ("forward", (1, 512)):
             raise RuntimeError("out of memory")
         return row(case)
@@ -65,7 +65,7 @@ def test_some_cases_are_recorded_anew_and_the_others_stay(script, monkeypatch, t
     recording, launches = tmp_path / "r.txtpb", tmp_path / "launches.json"
 
     def run(reused, *only):
-        monkeypatch.setattr(script, "record", lambda case, recording, timeout: row(case, reused))
+        monkeypatch.setattr(script, "record", lambda case, recording: row(case, reused))
         monkeypatch.setattr(sys, "argv", ["x", str(recording), str(launches), *only])
         assert script.main() == 0
 
@@ -80,13 +80,3 @@ def test_some_cases_are_recorded_anew_and_the_others_stay(script, monkeypatch, t
     assert anew == {("llama3-8b", "pallas", "grad")} | {case[:3] for case in everything if case[0] == "gpt2-medium"}
     run(3)
     assert not recording.exists()
-
-
-def test_no_case_starts_when_the_time_is_up(script, monkeypatch, tmp_path):
-    monkeypatch.setattr(script, "record", lambda case, recording, timeout: row(case))
-    launches = tmp_path / "launches.json"
-    monkeypatch.setattr(sys, "argv", ["x", str(tmp_path / "r.txtpb"), str(launches), "--seconds", "-1"])
-    assert script.main() == 1
-    written = json.loads(launches.read_text())
-    assert written["cases"] == []
-    assert len(written["left_out"]) == len(script.cases())

@@ -22,7 +22,7 @@ from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Problem, ShapeResult
 from xlafuse.bench.settings import BlockSettings
 from xlafuse.bench.timing import Candidate, buffer_sets
-from xlafuse.models import BlockConfig, block_function, get_preset
+from xlafuse.models import BlockConfig, Layout, block_function, get_preset
 from xlafuse.strategies import Strategy, get_strategy
 
 PEERS = ("torch_compile", "torch_eager")
@@ -62,11 +62,11 @@ def bench_case(
     moved = perfect_bytes(config, sizes, mode)
 
     def make(problems: list[Problem]) -> list[Candidate]:
-        cases = [make_case(config, sizes, mode, settings.seed)]
+        cases = [case_maker(config, sizes, mode)(jax.random.key(settings.seed))]
         cases += [jax.tree.map(jnp.copy, cases[0]) for _ in range(1, buffer_sets(moved))]
         return _candidates(config, sizes, mode, cases, settings, problems)
 
-    result = ShapeResult(op=config.name, phase=mode, spec=shape, bytes=moved, ceiling=None, candidates=())
+    result = ShapeResult(op=config.name, phase=mode, spec=shape, bytes=moved)
     return timed(result, make, settings, sampler, baseline=BASELINE, wall_seconds=WALL_SECONDS)
 
 
@@ -76,12 +76,15 @@ def batch_and_length(shape: str) -> tuple[int, int]:
     return int(batch), int(length)
 
 
-def make_case(config: BlockConfig, shape: tuple[int, int], mode: str, seed: int) -> Case:
-    """Draws random arguments on the device.
+def case_maker(
+    config: BlockConfig, shape: tuple[int, int], mode: str, layout: Layout | None = None
+) -> Callable[[jax.Array], Case]:
+    """Returns a jitted function that draws random arguments from a key, sharded by the layout.
 
     Weights are scaled so that activations keep their size from layer to layer. Everything else is standard normal.
     """
-    function, abstract = block_function(config, shape)
+    _, abstract = block_function(config, shape, layout=layout)
+    x = abstract[1]
 
     def make(key: jax.Array) -> Case:
         keys = iter(jax.random.split(key, len(jax.tree.leaves(abstract)) + 1))
@@ -94,14 +97,18 @@ def make_case(config: BlockConfig, shape: tuple[int, int], mode: str, seed: int)
             return is_scale + normal(like, 0.1 if like.ndim == 1 else like.shape[-2] ** -0.5)
 
         params = jax.tree_util.tree_map_with_path(weight, abstract[0])
-        case: Case = (params, normal(abstract[1]))
+        case: Case = (params, normal(x))
         if len(abstract) > 2:
             case += (jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape),)
         if mode == "grad":
-            case += ([normal(like) for like in gradient(function, abstract)[1]],)
+            case += ([normal(x)],)  # the output is as x
         return case
 
-    return jax.jit(make)(jax.random.key(seed))
+    if layout is None:
+        return jax.jit(make)
+    places = jax.tree.map(lambda each: each.sharding, abstract)
+    cotangents = ([x.sharding],) if mode == "grad" else ()
+    return jax.jit(make, out_shardings=(*places, *cotangents))
 
 
 def program(strategy: Strategy, config: BlockConfig, shape: tuple[int, int], mode: str) -> Callable[..., Any]:

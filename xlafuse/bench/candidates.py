@@ -24,8 +24,6 @@ _TOLERANCE = 2e-2
 The bound only catches a program that computes something else. The tests check accuracy.
 """
 
-UNTIMED = Timing(median_us=0, p20_us=0, p80_us=0, wall_us=0, kernels=(), samples=0)
-
 
 def callable_of(op: OpSpec, phase: str, implementation: str | None) -> Callable[..., Any]:
     """Returns the function to time; it takes the arguments from `inputs_of` and returns a tuple.
@@ -68,8 +66,8 @@ def copies(case: testing.Case, count: int) -> list[testing.Case]:
     return [case, *others]
 
 
-def compiled(name: str, step: Any, arguments: Sequence[Any]) -> tuple[Any, Measured]:
-    """Compiles a strategy's jitted function; returns the program, and the record of its compile time and memory.
+def compiled(name: str, step: Any, arguments: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+    """Compiles a strategy's jitted function; returns the program, and its compile time and memory as `Candidate.costs`.
 
     It prints the time, as a program of several layers takes long.
     """
@@ -84,14 +82,8 @@ def compiled(name: str, step: Any, arguments: Sequence[Any]) -> tuple[Any, Measu
     if memory is not None:
         sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
         peak = sum(sizes) - memory.alias_size_in_bytes
-    return program, Measured(
-        name=name,
-        kind="strategy",
-        timing=UNTIMED,
-        lower_seconds=lowered_at - start,
-        compile_seconds=compiled_at - lowered_at,
-        peak_bytes=peak,
-    )
+    seconds = {"lower_seconds": lowered_at - start, "compile_seconds": compiled_at - lowered_at}
+    return program, {**seconds, "peak_bytes": peak}
 
 
 def problem_of(name: str, error: Exception) -> Problem:
@@ -112,12 +104,13 @@ def timed(
     baseline: str,
     wall_seconds: float = 0.0,
     by_gpu: bool = True,
+    tokens: float = 0.0,
 ) -> ShapeResult:
     """Makes a shape's candidates, lets them take turns, and adds to the result what the run measured.
 
     make: returns the candidates that run and agree; it adds the others to a list of problems. What it raises, as when
         memory runs out, is a problem of the `baseline`.
-    settings: has `rounds` and `calls`. wall_seconds, by_gpu: see `time_candidates`.
+    settings: has `rounds` and `calls`. wall_seconds, by_gpu: see `time_candidates`. tokens: of a call of a model.
     """
     start, problems = time.monotonic(), list(result.problems)
     try:
@@ -134,9 +127,7 @@ def timed(
     )
     return replace(
         result,
-        candidates=tuple(
-            Measured(name=c.name, kind=c.kind, timing=run.timings[c.name]) for c in candidates if c.name in run.timings
-        ),
+        candidates=tuple(measured(c, run.timings[c.name], tokens) for c in candidates if c.name in run.timings),
         problems=(*problems, *timing_problems(run)),
         sets=len(candidates[0].inputs),
         seconds=time.monotonic() - start,
@@ -144,6 +135,12 @@ def timed(
         is_steady=run.is_steady,
         activity=sampler.since(begun) if sampler else None,
     )
+
+
+def measured(candidate: Candidate, timing: Timing, tokens: float = 0.0) -> Measured:
+    """Returns the record of a candidate that was timed. tokens: of a call of a model, 0 for anything else."""
+    rate = tokens / timing.wall_us * 1e6 if tokens else None
+    return Measured(name=candidate.name, kind=candidate.kind, timing=timing, tokens_per_second=rate, **candidate.costs)
 
 
 def timing_problems(run: TimingRun) -> list[Problem]:

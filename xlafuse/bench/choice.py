@@ -112,7 +112,7 @@ def bench_call(
     """Times one mode of one call after checking its results; failures go into the result's problems."""
     structs = plain(call.structs())
     moved = op.forward_traffic(structs).bytes + (op.backward_traffic(structs).bytes if mode == "grad" else 0)
-    result = ShapeResult(op=op.name, phase=mode, spec=call.name, bytes=moved, ceiling=None, candidates=())
+    result = ShapeResult(op=op.name, phase=mode, spec=call.name, bytes=moved)
     made = dict(programs or {})
 
     def make(problems: list[Problem]) -> list[Candidate]:

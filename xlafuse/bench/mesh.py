@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlo_analysis.targets.peaks import PEAKS
-from xlafuse.bench.block import batch_and_length, flops
-from xlafuse.bench.candidates import checked, compiled, problem_of, timed
+from xlafuse.bench.block import batch_and_length, case_maker, flops
+from xlafuse.bench.candidates import checked, compiled, measured, problem_of, timed
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, ShapeResult
 from xlafuse.bench.settings import MeshSettings
@@ -56,37 +56,20 @@ def bench_mesh(item: str, settings: MeshSettings, sampler: Sampler | None = None
     layout = layout_of(sizes, parallel, devices)
     config = get_decoder(settings.model)
     config = replace(config, layers=settings.layers)
-    result = ShapeResult(
-        op=f"{settings.model}, {config.layers} layers, {layout}",
-        phase=phase,
-        spec=shape,
-        bytes=0,
-        ceiling=None,
-        candidates=(),
-    )
+    result = ShapeResult(op=f"{settings.model}, {config.layers} layers, {layout}", phase=phase, spec=shape)
     peers: list[Measured] = []
-    measured: dict[str, Measured] = {}
+    batch, length = batch_and_length(shape)
+    tokens = batch * length / len(devices)
     if "torch_fsdp" in settings.peers and (phase, parallel) == ("train", "fsdp"):  # before the others, alone
         try:
-            peers.append(_torch(config, shape, len(devices), settings))
+            peers.append(_torch(config, shape, len(devices), settings, tokens))
         except Exception as error:  # the others are worth having
             result = replace(result, problems=(problem_of("torch_fsdp", error),))
-    made = partial(_candidates, config, shape, phase, layout, settings, measured)
-    result = timed(result, made, settings, sampler, baseline=settings.strategies[0], by_gpu=False)
-    batch, length = batch_and_length(shape)
-    work = _flops(config, (batch, length), phase) / len(devices)
-    ours = [replace(measured[each.name], timing=each.timing) for each in result.candidates]
-    yield replace(
-        result,
-        candidates=tuple(
-            replace(
-                each,
-                tokens_per_second=batch * length / len(devices) / each.timing.wall_us * 1e6,
-                flops_share=work / each.timing.wall_us * 1e6 / _peak(devices[0]),
-            )
-            for each in (*ours, *peers)
-        ),
-    )
+    made = partial(_candidates, config, shape, phase, layout, settings)
+    result = timed(result, made, settings, sampler, baseline=settings.strategies[0], by_gpu=False, tokens=tokens)
+    least_us = _flops(config, (batch, length), phase) / len(devices) / _peak(devices[0]) * 1e6
+    both = (*result.candidates, *peers)
+    yield replace(result, candidates=tuple(replace(each, flops_share=least_us / each.timing.wall_us) for each in both))
 
 
 def _candidates(
@@ -95,10 +78,9 @@ def _candidates(
     phase: str,
     layout: Layout,
     settings: MeshSettings,
-    measured: dict[str, Measured],
     problems: list[Problem],
 ) -> list[Candidate]:
-    """Returns what runs and agrees with the baseline; adds to `measured` how each compiled, all at the same time."""
+    """Returns what runs and agrees with the baseline; all compile at the same time."""
     names = [*settings.strategies]
     if "shard_map" in settings.peers and phase == "gradient":
         names.append("shard_map")
@@ -107,45 +89,28 @@ def _candidates(
         pending = {name: pool.submit(start, name) for name in names}
 
     def of(name: str) -> tuple[Candidate, Any]:
-        call, first, compilation = pending[name].result()
+        call, costs = pending[name].result()
         kind = "peer" if name in PEERS else "strategy"
-        measured[name] = replace(compilation, kind=kind)
-        return Candidate(name=name, kind=kind, call=call, inputs=[()]), first()
+        return Candidate(name=name, kind=kind, call=call, inputs=[()], costs=costs), jax.tree.leaves(call())
 
     return checked({name: partial(of, name) for name in names}, problems, tolerance=_TOLERANCE)
 
 
-Started = Callable[[str], tuple[Callable[[], Any], Callable[[], list[Any]], Measured]]
-"""Compiles a strategy's program: gives its call, its call once with the results to check, and the compilation."""
+Started = Callable[[str], tuple[Callable[[], Any], dict[str, Any]]]
+"""Compiles a strategy's program: gives its call, which returns what is to be checked, and its compilation's costs."""
 
 
 def _gradient(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Started:
     """The gradient of a stack of layers."""
     block, sizes = config.block, batch_and_length(shape)
-    _, (params, x, *rest) = block_function(block, sizes, layout=layout)
+    _, (params, x, *_) = block_function(block, sizes, layout=layout)
     placed = jax.tree.map(lambda each: each.sharding, (params, x))
+    draw = case_maker(block, sizes, "grad", layout)
+    first, *rest = jax.random.split(jax.random.key(seed), config.layers)
+    weights, *others = draw(first)
+    arguments = ((weights, *(draw(key)[0] for key in rest)), *others)
 
-    def normal(key: jax.Array, like: Any, deviation: float) -> jax.Array:
-        return (deviation * jax.random.normal(key, like.shape, jnp.float32)).astype(like.dtype)
-
-    @partial(jax.jit, out_shardings=placed[0])  # compiled once for all layers
-    def drawn(key: jax.Array) -> Any:
-        leaves, structure = jax.tree.flatten(params)
-        keys = jax.random.split(key, len(leaves))
-        made = [
-            jnp.ones(like.shape, like.dtype) if like.ndim == 1 else normal(key, like, like.shape[-2] ** -0.5)
-            for key, like in zip(keys, leaves, strict=True)
-        ]
-        return structure.unflatten(made)
-
-    keys = jax.random.split(jax.random.key(seed), 2 + config.layers)
-    row = jax.jit(lambda key: normal(key, x, 1.0), out_shardings=placed[1])
-    layers, inputs, cotangent = tuple(map(drawn, keys[2:])), row(keys[0]), row(keys[1])
-    positions = [
-        jax.device_put(jnp.broadcast_to(jnp.arange(sizes[1], dtype=jnp.int32), sizes), each.sharding) for each in rest
-    ]
-
-    def start(name: str) -> tuple[Callable[[], Any], Callable[[], list[Any]], Measured]:
+    def start(name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
         options: dict[str, Any] = {}
         if name == "shard_map":
             from xlafuse.bench.peers import shard_map
@@ -164,16 +129,14 @@ def _gradient(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> S
             stack = strategy.rewritten(plain)
 
         def gradient(layers: Any, x: jax.Array, *rest: jax.Array) -> Any:
-            *positions, cotangent = rest
+            *positions, (cotangent,) = rest
             y, pullback = jax.vjp(lambda layers, x: stack(layers, x, *positions), layers, x)
             return y, pullback(cotangent)
 
         out = (placed[1], ((placed[0],) * config.layers, placed[1]))
         step = jax.jit(gradient, out_shardings=out, compiler_options=options)
-        arguments = (layers, inputs, *positions, cotangent)
-        program, compilation = compiled(name, step, arguments)
-        call = partial(program, *arguments)
-        return call, lambda: jax.tree.leaves(call()), compilation
+        program, costs = compiled(name, step, arguments)
+        return partial(program, *arguments), costs
 
     return start
 
@@ -197,7 +160,7 @@ def _train(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Star
     tokens = jax.device_put(tokens, layout.tokens)
     held: list[Any] = []
 
-    def start(name: str) -> tuple[Callable[[], Any], Callable[[], list[Any]], Measured]:
+    def start(name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
         strategy = get_strategy(name)
         model = Decoder(config, strategy.plan, layout)
 
@@ -217,7 +180,7 @@ def _train(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Star
             (params, state),
             (of_params, of_state),
         )
-        program, compilation = compiled(name, step, (*types, tokens))
+        program, costs = compiled(name, step, (*types, tokens))
 
         def call() -> Any:
             if not held:  # at first, and after a step that failed, to which they were donated
@@ -227,12 +190,12 @@ def _train(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Star
             *held[:], value = program(*given, tokens)
             return value
 
-        return call, lambda: [call()], compilation
+        return call, costs
 
     return start
 
 
-def _torch(config: DecoderConfig, shape: str, devices: int, settings: MeshSettings) -> Measured:
+def _torch(config: DecoderConfig, shape: str, devices: int, settings: MeshSettings, tokens_a_gpu: float) -> Measured:
     block, (batch, tokens) = config.block, batch_and_length(shape)
     model = {
         "hidden_size": block.hidden_size,
@@ -269,9 +232,9 @@ def _torch(config: DecoderConfig, shape: str, devices: int, settings: MeshSettin
         kernels=(),
         samples=len(found["microseconds"]),
     )
-    return Measured(
-        name="torch_fsdp", kind="peer", timing=timing, compile_seconds=found["seconds"], peak_bytes=found["peak_bytes"]
-    )
+    costs = {"compile_seconds": found["seconds"], "peak_bytes": found["peak_bytes"]}
+    candidate = Candidate(name="torch_fsdp", kind="peer", call=lambda: None, inputs=(), costs=costs)
+    return measured(candidate, timing, tokens_a_gpu)
 
 
 def _flops(config: DecoderConfig, shape: tuple[int, int], phase: str) -> int:

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from xlafuse.bench.block import BASELINE, WALL_SECONDS, batch_and_length
-from xlafuse.bench.candidates import UNTIMED, checked, compiled, timed
+from xlafuse.bench.candidates import checked, compiled, timed
 from xlafuse.bench.environment import Sampler
-from xlafuse.bench.results import Measured, Problem, ShapeResult
+from xlafuse.bench.results import Problem, ShapeResult
 from xlafuse.bench.settings import ModelSettings
 from xlafuse.bench.timing import Candidate
 from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
@@ -79,16 +79,13 @@ def _bench_phase(
     settings: ModelSettings,
     sampler: Sampler | None,
 ) -> ShapeResult:
-    measured: dict[str, Measured] = {}
-
     def make(problems: list[Problem]) -> list[Candidate]:
         chain = _chain(config, shape, phase, Decoder(config).params(jax.random.key(settings.seed)), settings.seed)
 
         def of(name: str) -> tuple[Candidate, Any]:
-            if measured and time.time() > settings.until:
+            if name != BASELINE and time.time() > settings.until:
                 raise TimeoutError("not begun, the time was up")
-            made, found, measured[name] = (_of_peer if name in PEERS else _of_strategy)(name, config, phase, chain)
-            return made, found
+            return (_of_peer if name in PEERS else _of_strategy)(name, config, phase, chain)
 
         names = (BASELINE, *settings.strategies, *settings.peers)
         return checked({name: partial(of, name) for name in names}, problems, tolerance=_TOLERANCE)
@@ -100,38 +97,28 @@ def _bench_phase(
         phase=phase,
         spec=shape,
         bytes=_bytes_of(jax.eval_shape(Decoder(config).params, jax.random.key(0))),
-        ceiling=None,
-        candidates=(),
     )
-    result = timed(result, make, settings, sampler, baseline=BASELINE, wall_seconds=WALL_SECONDS)
-    return replace(
-        result,
-        candidates=tuple(
-            replace(measured[c.name], timing=c.timing, tokens_per_second=tokens / c.timing.wall_us * 1e6)
-            for c in result.candidates
-        ),
-    )
+    return timed(result, make, settings, sampler, baseline=BASELINE, wall_seconds=WALL_SECONDS, tokens=tokens)
 
 
-def _of_strategy(name: str, config: DecoderConfig, phase: str, chain: _Chain) -> tuple[Candidate, Any, Measured]:
-    """Returns a strategy's candidate, the result of its first call, and the record of compile time and memory."""
+def _of_strategy(name: str, config: DecoderConfig, phase: str, chain: _Chain) -> tuple[Candidate, Any]:
+    """Returns a strategy's candidate, and the result of its first call."""
     step, costs = _compiled(name, config, phase, chain.arguments)
     if phase == "train":  # a copy of weights and optimizer does not fit; losses hardly change
         found = _summary(phase, chain.call(step))
     else:
         params, *rest = chain.arguments
         found = _summary(phase, step(params, *jax.tree.map(jnp.copy, rest)))
-    return Candidate(name=name, kind="strategy", call=partial(chain.call, step), inputs=[()]), found, costs
+    return Candidate(name=name, kind="strategy", call=partial(chain.call, step), inputs=[()], costs=costs), found
 
 
-def _of_peer(name: str, config: DecoderConfig, phase: str, chain: _Chain) -> tuple[Candidate, Any, Measured]:
-    """Returns a peer's candidate, the result of its first call, and the record of compile time and memory."""
+def _of_peer(name: str, config: DecoderConfig, phase: str, chain: _Chain) -> tuple[Candidate, Any]:
+    """Returns a peer's candidate, and the result of its first call."""
     from xlafuse.bench.peers import torch_model
 
     if chain.peers is None:
         chain.peers = torch_model.shared_state(config, phase, chain.arguments, _ROOM)
-    made, found, seconds, peak = torch_model.candidate(name, config, phase, chain.arguments, chain.peers)
-    return made, found, Measured(name=name, kind="peer", timing=UNTIMED, compile_seconds=seconds, peak_bytes=peak)
+    return torch_model.candidate(name, config, phase, chain.arguments, chain.peers)
 
 
 def _bytes_of(tree: Any) -> int:
@@ -179,8 +166,8 @@ def _optimizer() -> Any:
     return optax.adamw(1e-5)
 
 
-def _compiled(strategy: str, config: DecoderConfig, phase: str, arguments: tuple[Any, ...]) -> tuple[Any, Measured]:
-    """Compiles a phase's function with `jax.jit`; returns it with a record of compile time and memory."""
+def _compiled(strategy: str, config: DecoderConfig, phase: str, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Compiles a phase's function with `jax.jit`; returns it with its compile time and memory."""
     found = get_strategy(strategy)
     decoder = Decoder(config, found.plan)
     function, donated = {

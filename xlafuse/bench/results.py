@@ -56,7 +56,7 @@ class Measured:
 class ShapeResult:
     """One phase of one operation on one shape, with all candidates timed in turns.
 
-    bytes: bytes that a perfect kernel reads and writes.
+    bytes: bytes that a perfect kernel reads and writes; 0 where they are not counted.
     ceiling: name of the candidate that serves as the copy ceiling.
     sets: number of buffer sets that took turns.
     activity: clocks and power during the timing.
@@ -65,9 +65,9 @@ class ShapeResult:
     op: str
     phase: str
     spec: str
-    bytes: int
-    ceiling: str | None
-    candidates: tuple[Measured, ...]
+    bytes: int = 0
+    ceiling: str | None = None
+    candidates: tuple[Measured, ...] = ()
     problems: tuple[Problem, ...] = ()
     sets: int = 1
     seconds: float = 0.0

@@ -37,7 +37,10 @@ def _candidate_line(result: ShapeResult, each: Measured, base: Measured) -> str:
     timing = each.timing
     by = "wall_us" if each.tokens_per_second else "median_us"  # a model is compared by its wall clock
     words = [f"{timing.median_us:10.2f} µs", f"×{getattr(base.timing, by) / getattr(timing, by):.3f}"]
-    words.append(f"{each.tokens_per_second:.0f} tokens/s" if each.tokens_per_second else rate(result, each.name))
+    if each.tokens_per_second:
+        words.append(f"{each.tokens_per_second:.0f} tokens/s")
+    elif result.bytes:
+        words.append(rate(result, each.name))
     if result.ceiling:
         words.append(f"{100 * result.ceiling_share(each.name):.0f} % of the ceiling")
     if timing.kernels:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -58,6 +58,7 @@ class Candidate:
     call: the function; it may compile at its first call.
     inputs: sets of arguments, used in turns.
     wait: blocks until the call that returned this result has finished.
+    costs: seconds and bytes of its compilation, by the fields of `results.Measured`.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Candidate:
     call: Callable[..., Any]
     inputs: Sequence[tuple[Any, ...]]
     wait: Callable[[Any], Any] = jax.block_until_ready
+    costs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

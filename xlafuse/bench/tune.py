@@ -1,9 +1,9 @@
 """Implements `xlafuse tune`: fills a tuned table from measurements on the attached GPU.
 
 It times every bench shape of each operation whose dispatch reads the table (`OpSpec.tuned_key`), with all
-configurations in turns, as the kernel benchmark does. Configurations that do not compile, spill registers, are
-serialized by ptxas or give wrong results are dropped before. The table is written after every shape, so that an
-interrupted run keeps its results and the next run continues there.
+configurations in turns, as the kernel benchmark does. Configurations that do not compile or give wrong results are
+dropped before. The table is written after every shape, so that an interrupted run keeps its results and the next run
+continues there.
 """
 
 from __future__ import annotations

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import repeat
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import get_op
-from xlafuse.bench import ptxas
 from xlafuse.bench.block import bench_block
 from xlafuse.bench.choice import bench_choice, compile_ahead
 from xlafuse.bench.environment import environment, sampling
 from xlafuse.bench.kernels import bench_operation, require_gpu
 from xlafuse.bench.mesh import bench_mesh
 from xlafuse.bench.model import bench_model
-from xlafuse.bench.results import ShapeResult
+from xlafuse.bench.results import Results, Run, ShapeResult, write
 from xlafuse.bench.text import result_lines
 from xlafuse.errors import XlafuseError
 
@@ -71,18 +73,22 @@ def measure(send: Callable[[Any], None], benchmark: str, items: Sequence[str], s
                         sys.exit(GPU_LOST)
 
 
+def write_each(results: Iterable[ShapeResult], output: Path, settings: Mapping[str, Any]) -> None:
+    """Prints the results that a script measures in its own process, and writes the file again after each."""
+    run = Run(started=datetime.now(UTC).isoformat(timespec="seconds"), environment=environment(), settings=settings)
+    for result in results:
+        print("\n".join(result_lines(result)), flush=True)
+        run = replace(run, shapes=(*run.shapes, result))
+        write(output, Results(runs=(run,)))
+
+
 def worker_environment(settings: Any, environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables of a process that measures.
 
-    If PyTorch runs beside JAX, JAX must not preallocate the memory. If it times a kernel's configurations, ptxas
-    reports the spills and serialized products of each.
+    If PyTorch runs beside JAX, JAX must not preallocate the memory.
     """
-    added = {}
-    if any(name.startswith(_PYTORCH_PEERS) for name in getattr(settings, "peers", ())):
-        added["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    if getattr(settings, "variants", False):
-        added[ptxas.VARIABLE] = "1"
-    return {**added, **environment}
+    has_pytorch = any(name.startswith(_PYTORCH_PEERS) for name in getattr(settings, "peers", ()))
+    return {**({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if has_pytorch else {}), **environment}
 
 
 def gpu_answers() -> bool:

@@ -34,22 +34,6 @@ class Mode(StrEnum):
 
 
 FN = typer.Option(metavar="MODULE:FUNCTION", help="A JAX function, given as package.module:name or file.py:name.")
-Block = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PRESET",
-        help="A transformer block: llama3-8b, gpt2-medium, mixtral-8x7b, qwen3-30b-a3b, tiny.",
-    ),
-]
-Fn = Annotated[str | None, FN]
-Shape = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="SHAPE",
-        help="For a block: BATCHxLENGTH, such as 2x4096. For a function: one for each argument, such as "
-        "'bf16[8192,4096]' or 'f32[]'.",
-    ),
-]
 Args = Annotated[
     str | None,
     typer.Option(
@@ -57,54 +41,61 @@ Args = Annotated[
         help="For arguments that are trees: a function that returns them as a tuple of arrays or jax.ShapeDtypeStruct.",
     ),
 ]
-Saved = Annotated[
-    str | None,
-    typer.Option(
-        "--capture",
-        metavar="PATH",
-        help="Read this instead of compiling: a saved capture, a folder that xla_dump_to wrote, or a "
-        "report.json (report.json:STRATEGY for a strategy other than its baseline).",
-    ),
-]
-ModeOption = Annotated[
-    Mode, typer.Option("--mode", help="forward: the program itself; grad: with the gradients of a training step.")
-]
 Target = Annotated[
     str,
     typer.Option(
         metavar="TARGET", help="GPU to compile for: a name from `xlafuse targets`, or the path of a target config."
     ),
 ]
-StrategyOption = Annotated[
-    str,
-    typer.Option(
-        "--strategy",
-        metavar="NAME",
-        help="How to compile: a name from `xlafuse strategies`, or fused for a function under xlafuse.fuse.",
-    ),
-]
-Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one compilation.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """A program to compile, as typed: a block, or a function with its arguments."""
 
-    fn: Fn = None
-    shape: Shape = None
+    fn: Annotated[str | None, FN] = None
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SHAPE",
+            help="For a block: BATCHxLENGTH, such as 2x4096. For a function: one for each argument, such as "
+            "'bf16[8192,4096]' or 'f32[]'.",
+        ),
+    ] = None
     args: Args = None
-    block: Block = None
-    mode: ModeOption = Mode.forward
+    block: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRESET",
+            help="A transformer block: llama3-8b, gpt2-medium, mixtral-8x7b, qwen3-30b-a3b, tiny.",
+        ),
+    ] = None
+    mode: Annotated[
+        Mode, typer.Option(help="forward: the program itself; grad: with the gradients of a training step.")
+    ] = Mode.forward
     target: Target = DEFAULT_TARGET
-    timeout: Timeout = 300.0
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one compilation.")] = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program(Source):
     """One program, as typed: a saved one, or one to compile under one strategy."""
 
-    capture: Saved = None
-    strategy: StrategyOption = "xla"
+    capture: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Read this instead of compiling: a saved capture, a folder that xla_dump_to wrote, or a "
+            "report.json (report.json:STRATEGY for a strategy other than its baseline).",
+        ),
+    ] = None
+    strategy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How to compile: a name from `xlafuse strategies`, or fused for a function under xlafuse.fuse.",
+        ),
+    ] = "xla"
 
 
 def analysis_of(program: Program, *, keep: str | None = None) -> Analysis:

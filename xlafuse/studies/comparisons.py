@@ -14,14 +14,13 @@ UNFUSED, XLA, FUSED = "unfused", "XLA", "fused"
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """A claim in numbers: the speed-up of `variant` over `over` is at least `least` and at most `most`.
+    """A claim in numbers: the speed-up of the fused form over `over` is at least `least` and at most `most`.
 
     quantity: "us" for a speed-up, or "bytes" for a ratio of bytes.
     best_verdict: "holds in part" if the published figure itself cannot be right.
     reason: why our figure differs, or what it rests on.
     """
 
-    variant: str = FUSED
     over: str = UNFUSED
     least: float = 1.0
     most: float = float("inf")
@@ -76,7 +75,7 @@ def span(values: Sequence[float]) -> str:
 
 def finding(result: StudyResult, gain: Gain) -> Finding:
     """Judges whether the claimed gain is there: in the geometric mean, in some case, or in none."""
-    found = list(ratios(result, gain.variant, gain.over, gain.quantity).values())
+    found = list(ratios(result, FUSED, gain.over, gain.quantity).values())
     if not found:
         return Finding(ours="not measured", verdict="not measured")
     inside = [gain.least <= ratio <= gain.most for ratio in found]
@@ -88,7 +87,7 @@ def finding(result: StudyResult, gain: Gain) -> Finding:
         verdict = "holds in part"
     what = "fewer bytes than" if gain.quantity == "bytes" else "over"
     cases = f", {len(found)} cases, mean {mean:.2f} ×" if found[1:] else ""
-    ours = f"{span(found)} ({gain.variant} {what} {gain.over}{cases})"
+    ours = f"{span(found)} ({FUSED} {what} {gain.over}{cases})"
     return Finding(ours=ours, verdict=verdict, reason=gain.reason)
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-
 import jax
 import jax.numpy as jnp
 
-from hlo_analysis import analyze, capture
-from xlafuse.studies.records import Claim, Conclusion, Finding, Row, Study, StudyResult
+from xlafuse.studies.records import Claim, Conclusion, Finding, Study, StudyResult
+from xlafuse.studies.variants import Case, Variant, count_variants
 
-_MATRIX = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
 _PROGRAMS = {
     "rows, then rows": lambda x: jnp.max(jax.nn.softmax(x, axis=1), axis=1),
     "rows, then columns": lambda x: jnp.max(jax.nn.softmax(x, axis=1), axis=0),
@@ -21,17 +17,10 @@ _PROGRAMS = {
 _TOGETHER, _ACROSS, _SAME, _TRANSPOSED = _PROGRAMS
 
 
-def _count(target: str) -> Iterator[Row | str]:
-    with ThreadPoolExecutor(2) as pool:
-        yield from pool.map(lambda name: _counted(name, target), _PROGRAMS)
-
-
-def _counted(name: str, target: str) -> Row:
-    found = analyze(capture(_PROGRAMS[name], _MATRIX, target=target))
-    apart = [each for each in found.decisions if each.verdict != "fused" and each.bytes >= 1e8]
-    reason = max(apart, key=lambda each: each.bytes).reason if apart else ""
-    values = {"launches": found.launch_count, "bytes": found.traffic.bytes, "roofline_us": found.roofline_us}
-    return Row(case="8192 × 8192 float32", variant=name, values=values, note=reason[:200])
+def _cases() -> list[Case]:
+    matrix = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
+    variants = {name: Variant(function=function) for name, function in _PROGRAMS.items()}
+    return [Case(name="8192 × 8192 float32", arguments=(matrix,), variants=variants)]
 
 
 def _conclude(result: StudyResult) -> Conclusion:
@@ -62,7 +51,7 @@ STUDY = Study(
     name="incompatible",
     title="What cannot be joined",
     claims=(Claim("A row-wise reduction and a column-wise one do not fuse", "no figure", "Kernel Fusion"),),
-    count=_count,
+    count=lambda target: count_variants(_cases(), target),
     conclude=_conclude,
     quantity=("bytes", "bytes"),
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ import numpy as np
 from hlo_analysis import analyze, capture
 from xlafuse.bench.candidates import checked, timing_problems
 from xlafuse.bench.results import Problem
-from xlafuse.bench.timing import Candidate, buffer_sets, time_candidates
+from xlafuse.bench.timing import Candidate, Timing, buffer_sets, time_candidates
 from xlafuse.strategies import get_strategy
 from xlafuse.studies.records import Row
 
@@ -105,6 +103,8 @@ def _counted(job: tuple[Case, str, Variant], target: str) -> Row | str:
         found = analyze(kept)
     except Exception as error:  # a failing variant must not end the study
         return f"{case.name}, {name}: {type(error).__name__}: {str(error)[:300]}"
+    far = [edge for edge in found.decisions if edge.verdict != "fused" and edge.bytes >= _LARGE]
+    note = max(far, key=lambda edge: edge.bytes).reason[:200] if far else ""
     values = {
         "launches": found.launch_count,
         "bytes": found.traffic.bytes,
@@ -117,9 +117,11 @@ def _counted(job: tuple[Case, str, Variant], target: str) -> Row | str:
     if kernels:
         values["registers"] = max(launch.registers or 0 for launch in kernels)
         values["spill_bytes"] = sum(launch.spill_bytes or 0 for launch in kernels)
-    return Row(case=case.name, variant=name, values=values)
+    return Row(case=case.name, variant=name, values=values, note=note)
 
 
+_LARGE = 1e8
+"""Least bytes of a value that XLA's word on why it is in memory is kept of, as a row's note."""
 _TOLERANCE = 3e-2
 """Largest difference from the first variant's outputs, as a share of their norm."""
 
@@ -153,14 +155,7 @@ def time_variants(cases: Iterable[Case]) -> Iterator[Row | str]:
         for problem in (*problems, *timing_problems(run)):
             yield f"{case.name}, {problem.candidate}: {problem.message[:300]}"
         for name, timing in run.timings.items():
-            values = {
-                "us": timing.median_us,
-                "p20_us": timing.p20_us,
-                "p80_us": timing.p80_us,
-                "wall_us": timing.wall_us,
-                "kernels": len(timing.kernels),
-            }
-            yield Row(case=case.name, variant=name, values=values)
+            yield Row(case=case.name, variant=name, values=_values(timing))
 
 
 def compile_all(jobs: Mapping[Any, tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]]) -> dict[Any, Any]:
@@ -204,19 +199,17 @@ def _candidate(name: str, variant: Variant, compiled: Any, inputs: Sequence[tupl
 
 
 def wall_times(calls: Mapping[str, Callable[[], Any]], *, rounds: int = 9) -> dict[str, dict[str, float]]:
-    """Times calls in turns on the host until each result is ready; returns median, p20 and p80 in microseconds."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 2):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if turn >= 2:  # the first two turns warm up
-                taken[name].append((time.perf_counter() - start) * 1e6)
-    return {
-        name: {
-            "us": statistics.median(each),
-            "p20_us": float(np.percentile(each, 20)),
-            "p80_us": float(np.percentile(each, 80)),
-        }
-        for name, each in taken.items()
-    }
+    """Times calls in turns on the host, each of which waits for its result; values as those of `time_variants`."""
+    candidates = [
+        Candidate(name=name, kind="peer", call=call, inputs=[()], wait=lambda _: None) for name, call in calls.items()
+    ]
+    run = time_candidates(candidates, rounds=rounds, calls=1, by_gpu=False)
+    if run.failures:
+        raise RuntimeError(str(dict(run.failures)))
+    return {name: _values(timing) for name, timing in run.timings.items()}
+
+
+def _values(timing: Timing) -> dict[str, float]:
+    """Returns a row's times in microseconds, and the number of kernels where CUPTI counted them."""
+    counted = {"wall_us": timing.wall_us, "kernels": len(timing.kernels)} if timing.kernels else {}
+    return {"us": timing.median_us, "p20_us": timing.p20_us, "p80_us": timing.p80_us, **counted}

@@ -78,6 +78,20 @@ def arguments_of(library: str, function: Callable[..., Any], arguments: Mapping[
     return asked
 
 
+def call_with(library: str, function: Callable[..., jax.Array], arguments: Mapping[str, Any]) -> jax.Array:
+    """Calls a library's function of JAX arrays with an operation's arguments, without its random keys."""
+    given = {name: value for name, value in plain(arguments).items() if name != "dropout_key"}
+    return function(**arguments_of(library, function, given))
+
+
+def jitted(
+    name: str, function: Callable[..., jax.Array], arguments: Sequence[Mapping[str, Any]]
+) -> tuple[Candidate, Mapping[str, jax.Array]]:
+    """Returns the forward pass of a library's function of JAX arrays as a candidate, and its first result."""
+    call, inputs = jax.jit(lambda given: call_with(name, function, given)), [(given,) for given in arguments]
+    return Candidate(name=name, kind="peer", call=call, inputs=inputs), {"output 0": call(*inputs[0])}
+
+
 @dataclass(frozen=True)
 class Peer:
     """A library and the module that calls it."""

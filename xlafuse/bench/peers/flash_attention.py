@@ -63,5 +63,4 @@ def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> t
         return attention_candidate(name, fa3, operation, phase, cases)
     from xlafuse.bench.peers import tensors  # fa3 runs without PyTorch
 
-    make = tensors.forward_candidate if phase == "forward" else tensors.backward_candidate
-    return make(name, partial(fa4, is_ordered=name == "fa4_deterministic"), cases)
+    return tensors.candidate(name, phase, partial(fa4, is_ordered=name == "fa4_deterministic"), cases)

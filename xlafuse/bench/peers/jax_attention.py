@@ -19,7 +19,7 @@ from pallas_kernels.ops.attention.arguments import Options
 from pallas_kernels.ops.attention.cudnn import cudnn_attention
 from pallas_kernels.specs import plain
 from pallas_kernels.testing import Case
-from xlafuse.bench.peers import arguments_of
+from xlafuse.bench.peers import call_with, jitted
 from xlafuse.bench.timing import Candidate
 
 _OPERANDS = ("query", "key", "value")
@@ -35,22 +35,16 @@ def attention_candidate(
     if operation != "attention":
         raise NotImplementedError(f"{name} has no {operation}, only attention")
 
-    def forward(arguments):
-        given = {key: value for key, value in plain(arguments).items() if key != "dropout_key"}
-        return (function(**arguments_of(name, function, given)),)
-
     if phase == "forward":
-        call, inputs = jax.jit(forward), [(case.arguments,) for case in cases]
-        (result,) = call(*inputs[0])
-        return Candidate(name=name, kind="peer", call=call, inputs=inputs), {"output 0": result}
+        return jitted(name, function, [case.arguments for case in cases])
 
     def pulled(case: Case):
         others = {key: value for key, value in case.arguments.items() if key not in _OPERANDS}
 
-        @jax.jit
-        def run(*operands):
-            return jax.vjp(lambda *own: forward({**dict(zip(_OPERANDS, own, strict=True)), **others})[0], *operands)[1]
+        def forward(*operands):
+            return call_with(name, function, {**dict(zip(_OPERANDS, operands, strict=True)), **others})
 
+        run = jax.jit(lambda *operands: jax.vjp(forward, *operands)[1])
         return run(*(case.arguments[key] for key in _OPERANDS))
 
     call = jax.jit(lambda pullback, cotangent: pullback(cotangent))
@@ -127,9 +121,7 @@ _FUNCTIONS = {"cudnn": cudnn, "jax_mosaic": jax_mosaic, "jla": jla}
 def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> tuple[Candidate, Mapping[str, Any]]:
     """Returns the candidate and its first results; see `xlafuse.bench.peers`."""
     if name == "cudnn" and operation == "decode_attention" and phase == "forward":
-        call = jax.jit(lambda given: (decode_attention(**arguments_of(name, decode_attention, plain(given))),))
-        inputs = [(case.arguments,) for case in cases]
-        return Candidate(name=name, kind="peer", call=call, inputs=inputs), {"output 0": call(*inputs[0])[0]}
+        return jitted(name, decode_attention, [case.arguments for case in cases])
     if name != "jax_mosaic" or operation != "attention":
         return attention_candidate(name, _FUNCTIONS[name], operation, phase, cases)
     first = plain(cases[0].arguments)

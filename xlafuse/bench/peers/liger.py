@@ -12,8 +12,7 @@ from typing import Any
 from liger_kernel import ops  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.testing import Case
-from xlafuse.bench.peers import is_joint
-from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate, unchanged
+from xlafuse.bench.peers import is_joint, tensors
 from xlafuse.bench.timing import Candidate
 
 
@@ -89,5 +88,4 @@ def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> t
         raise NotImplementedError(f"Liger has no {operation}, only {', '.join(FUNCTIONS)}")
     if operation in ("cross_entropy", "linear_cross_entropy") and phase == "backward" and not is_joint(cases[0]):
         raise NotImplementedError("Liger's cross-entropy does the backward pass's work in the forward pass")
-    make = forward_candidate if phase == "forward" else backward_candidate
-    return make(name, FUNCTIONS[operation], cases, PREPARE.get(operation, unchanged))
+    return tensors.candidate(name, phase, FUNCTIONS[operation], cases, PREPARE.get(operation, tensors.unchanged))

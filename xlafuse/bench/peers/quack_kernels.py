@@ -10,7 +10,7 @@ import torch  # pyright: ignore[reportMissingImports]
 from quack.rmsnorm import layernorm_bwd, layernorm_fwd  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.testing import Case
-from xlafuse.bench.peers.tensors import backward_candidate, forward_candidate, unchanged
+from xlafuse.bench.peers import tensors
 from xlafuse.bench.timing import Candidate
 
 
@@ -75,6 +75,5 @@ def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> t
     """Returns the candidate and its first results; see `xlafuse.bench.peers`."""
     if operation not in FUNCTIONS:
         raise NotImplementedError(f"quack is compared on rows, not by {operation}, but by {', '.join(FUNCTIONS)}")
-    make = forward_candidate if phase == "forward" else backward_candidate
-    prepare = with_float32_parameters if operation == "layer_norm" else unchanged
-    return make(name, FUNCTIONS[operation], cases, prepare)
+    prepare = with_float32_parameters if operation == "layer_norm" else tensors.unchanged
+    return tensors.candidate(name, phase, FUNCTIONS[operation], cases, prepare)

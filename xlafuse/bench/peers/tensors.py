@@ -48,13 +48,20 @@ def unchanged(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def forward_candidate(
-    name: str, function: Function, cases: Sequence[Case], prepare: Prepare = unchanged
+def candidate(
+    name: str, phase: str, function: Function, cases: Sequence[Case], prepare: Prepare = unchanged
 ) -> tuple[Candidate, dict[str, jax.Array]]:
-    """Returns the forward pass without gradients as a candidate, and its first results.
+    """Returns a phase of an operation's function as a candidate, and its first results.
 
-    prepare: changes the arguments first.
+    prepare: changes the arguments, outside the timing.
     """
+    return (_forward if phase == "forward" else _backward)(name, function, cases, prepare)
+
+
+def _forward(
+    name: str, function: Function, cases: Sequence[Case], prepare: Prepare
+) -> tuple[Candidate, dict[str, jax.Array]]:
+    """Returns the forward pass without gradients."""
 
     def call(arguments):
         with torch.no_grad():
@@ -62,14 +69,14 @@ def forward_candidate(
 
     torch.cuda.empty_cache()  # frees the last shape's memory, which JAX shares
     inputs = [(arguments_of(name, function, prepare(tensors(case.arguments))),) for case in cases]
-    candidate, results = _ran_once(name, call, inputs)
-    return candidate, {f"output {i}": result for i, result in enumerate(results)}
+    candidate, results = candidate_of(name, call, inputs)
+    return candidate, {f"output {i}": to_jax(result) for i, result in enumerate(results)}
 
 
-def backward_candidate(
-    name: str, function: Function, cases: Sequence[Case], prepare: Prepare = unchanged
+def _backward(
+    name: str, function: Function, cases: Sequence[Case], prepare: Prepare
 ) -> tuple[Candidate, dict[str, jax.Array]]:
-    """Returns the backward pass as a candidate, and its first results.
+    """Returns the backward pass.
 
     It runs on the graph of one forward pass. If the benchmark times both passes together (`peers.is_joint`), it runs
     both. Gradients are taken of the differentiable arguments. A residual's gradient is left out where it equals the
@@ -93,15 +100,8 @@ def backward_candidate(
         differentiated, pulled = zip(*pairs, strict=True)
         return torch.autograd.grad(differentiated, leaves, pulled, retain_graph=is_kept)
 
-    candidate, results = _ran_once(name, call, inputs)
-    return candidate, {f"gradient of {name}": result for name, result in zip(names, results, strict=True)}
-
-
-def _ran_once(
-    name: str, call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]
-) -> tuple[Candidate, tuple[jax.Array, ...]]:
     candidate, results = candidate_of(name, call, inputs)
-    return candidate, tuple(to_jax(result) for result in results)
+    return candidate, {f"gradient of {name}": to_jax(result) for name, result in zip(names, results, strict=True)}
 
 
 def candidate_of(name: str, call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]) -> tuple[Candidate, list[Any]]:

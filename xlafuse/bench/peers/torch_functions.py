@@ -11,7 +11,8 @@ import torch._functorch.config  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.testing import Case
-from xlafuse.bench.peers.tensors import Function, Prepare, backward_candidate, forward_candidate, unchanged
+from xlafuse.bench.peers import tensors
+from xlafuse.bench.peers.tensors import Function, Prepare, unchanged
 from xlafuse.bench.timing import Candidate
 
 ACTIVATIONS: Mapping[str, Callable[[Any], Any]] = {
@@ -233,8 +234,6 @@ def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> t
         # Makes shapes compile-time constants, as in XLA; a second shape of the same function would become dynamic.
         torch._dynamo.reset()
         function = torch.compile(function, dynamic=False, fullgraph=True)
-    if phase == "forward":
-        return forward_candidate(name, function, cases, prepare)
     # The graph of one forward pass runs backward many times, so that its buffers must not be donated.
     with torch._functorch.config.patch(donated_buffer=False):
-        return backward_candidate(name, function, cases, prepare)
+        return tensors.candidate(name, phase, function, cases, prepare)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -88,8 +88,8 @@ def shared_state(config: DecoderConfig, phase: str, arguments: tuple[Any, ...], 
 
 def candidate(
     name: str, config: DecoderConfig, phase: str, arguments: tuple[Any, ...], state: State
-) -> tuple[Candidate, list[jax.Array], float, int]:
-    """Returns the candidate, its first results for `xlafuse.bench.model` to compare, compile seconds and peak bytes."""
+) -> tuple[Candidate, list[jax.Array]]:
+    """Returns the candidate, and its first results for `xlafuse.bench.model` to compare."""
     if phase == "decode":  # another peer may have moved the position
         state.tokens.copy_(to_torch(arguments[1]).long())
         for mine, given in zip(_tensors(state.caches), jax.tree.leaves(_layers(config, arguments[2])), strict=True):
@@ -111,7 +111,8 @@ def candidate(
             found = [jnp.stack(found[i::2]) for i in range(2)]
     else:
         found = [to_jax(each) for each in results]
-    return made, found, seconds if compile_mode else 0.0, torch.cuda.max_memory_allocated()
+    costs = {"compile_seconds": seconds if compile_mode else 0.0, "peak_bytes": torch.cuda.max_memory_allocated()}
+    return replace(made, costs=costs), found
 
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -11,6 +11,7 @@ from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.ops.quantized_linear.weight import QuantizedWeight
 from pallas_kernels.specs import plain
 from pallas_kernels.testing import Case
+from xlafuse.bench.peers import jitted
 from xlafuse.bench.timing import Candidate
 
 _INTEGERS = ("values", "scales", "group_size")
@@ -29,6 +30,4 @@ def candidate(name: str, operation: str, phase: str, cases: Sequence[Case]) -> t
     """Returns the candidate and its first results; see `xlafuse.bench.peers`."""
     if operation != "quantized_linear" or phase != "forward":
         raise NotImplementedError("only quantized_linear forward is compared with 16-bit weights")
-    call = jax.jit(lambda arguments: (linear_reference(**plain(arguments)),))
-    inputs = [(with_wide_weights(case),) for case in cases]
-    return Candidate(name=name, kind="peer", call=call, inputs=inputs), {"output 0": call(*inputs[0])[0]}
+    return jitted(name, linear_reference, [with_wide_weights(case) for case in cases])
