@@ -133,7 +133,7 @@ def sum_columns(
     blocks = column_blocks(units, features, itemsize, warpgroups=warpgroups, blocks_per_core=config.blocks_per_core)
     if rows * features <= FEW_VALUES:
         blocks = replace(blocks, rows=min(blocks.rows, _MOST_GROUPS))
-    groups = blocks.rows
+    groups, array_names, column_names = blocks.rows, tuple(arrays), tuple(columns)
     split = RowSplit(units=units, at_once=at_once, groups=groups, lanes=warpgroups)
 
     def make_sums(refs):
@@ -147,11 +147,11 @@ def sum_columns(
 
         def sums(group, warpgroup, part):
             shift = block_shift(group, part, shifted) if shifted else None
-            column_values = load_wide({key: refs[key] for key in columns}, part)
+            column_values = load_wide({key: refs[key] for key in column_names}, part)
 
             def add(trip, total):
                 unit_rows = [split.unit(group, warpgroup, trip) * at_once + j for j in range(at_once)]
-                loaded = [load_wide({key: refs[key].at[row] for key in arrays}, part) for row in unit_rows]
+                loaded = [load_wide({key: refs[key].at[row] for key in array_names}, part) for row in unit_rows]
                 for values in loaded:
                     if shifted and shift is not None:
                         values[shifted] -= shift
@@ -190,7 +190,7 @@ def merge_groups(
     count_of: a group's "count" among its values, an integer.
     first_of: the part whose first group is the columns' value "first", or 0 where that is huge or NaN.
     """
-    groups, _, features = partials.shape
+    (groups, _, features), names = partials.shape, tuple(columns)
     warpgroups = min(WARPGROUPS, groups)
     turns = -(-groups // warpgroups)
     blocks = Blocks(rows=1, features=features, columns=THREADS, itemsize=4, stride=features, is_one_part=True)
@@ -218,7 +218,7 @@ def merge_groups(
             return totals
 
         def work(_, part: Part):
-            column_values = {key: load(refs[key].at[part.columns], part) for key in columns}
+            column_values = {key: load(refs[key].at[part.columns], part) for key in names}
             if first_of is not None:
                 first = load(partials_ref.at[0, parts.index(first_of), part.columns], part)
                 column_values["first"] = moderate_or_zero(first)
@@ -282,7 +282,7 @@ def apply_columns(
     first_array = next(iter(arrays.values()))
     rows, features = first_array.shape
     itemsize = first_array.dtype.itemsize
-    at_once = min(config.apply_rows, rows)
+    at_once, array_names, column_names = min(config.apply_rows, rows), tuple(arrays), tuple(columns)
     blocks = Blocks(
         rows=rows,
         features=features,
@@ -297,9 +297,9 @@ def apply_columns(
 
         def work(first, part):
             first = rows - at_once - first
-            row_refs = {key: rows_from(refs[key], first, at_once) for key in arrays}
+            row_refs = {key: rows_from(refs[key], first, at_once) for key in array_names}
             loaded = [load_wide({key: rows[i] for key, rows in row_refs.items()}, part) for i in range(at_once)]
-            column_values = load_wide({key: refs[key] for key in columns}, part)
+            column_values = load_wide({key: refs[key] for key in column_names}, part)
             for values, row_ref in zip(loaded, rows_from(result_ref, first, at_once), strict=True):
                 store(row_ref.at[part.columns], step({**values, **column_values}).astype(result_ref.dtype))
 
