@@ -61,7 +61,7 @@ def dot_interaction_forward(x: jax.Array, *, has_diagonal: bool) -> jax.Array:
 
     x: (batch, fields, features) of a 16-bit dtype, at most 64 fields and at least 128 pairs, features a multiple of 16.
     """
-    batch, fields, features = x.shape
+    (batch, fields, features), dtype = x.shape, x.dtype
     triangle = Triangle(fields=fields, has_diagonal=has_diagonal)
     form = TileForm(size=features, dtype=x.dtype, in_panels=True)
     segments = split_row(triangle.pairs, x.dtype.itemsize)
@@ -78,7 +78,7 @@ def dot_interaction_forward(x: jax.Array, *, has_diagonal: bool) -> jax.Array:
             return products[...]
 
         products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32))
-        store(square.at[:, pl.ds(0, width)], products.astype(x.dtype))
+        store(square.at[:, pl.ds(0, width)], products.astype(dtype))
 
         @pl.loop(0, fields)
         def _(row):
@@ -92,7 +92,7 @@ def dot_interaction_forward(x: jax.Array, *, has_diagonal: bool) -> jax.Array:
 
 def dot_interaction_backward(x: jax.Array, dy: jax.Array, *, has_diagonal: bool) -> tuple[jax.Array]:
     """Returns (dx,), the gradient of x; see `dot_interaction_forward`. dy: (batch, pairs), of x's dtype."""
-    _, fields, features = x.shape
+    (_, fields, features), dtype = x.shape, x.dtype
     triangle = Triangle(fields=fields, has_diagonal=has_diagonal)
     segments = split_row(triangle.pairs, x.dtype.itemsize)
     width = _width(fields)
@@ -131,7 +131,7 @@ def dot_interaction_backward(x: jax.Array, dy: jax.Array, *, has_diagonal: bool)
 
             products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(panel.shape, jnp.float32))
             plgpu.commit_smem()  # the products of all warps have read the panel
-            panel[...] = products.astype(x.dtype)
+            panel[...] = products.astype(dtype)
         plgpu.commit_smem()
         tile.send(_all_rows(refs["dx"].at[sample]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
