@@ -1,4 +1,4 @@
-"""Barriers that roles of a kernel use in turn over the steps of a ring."""
+"""Barriers of a kernel's warpgroups: one where all of a block meet, and those that roles use in turn over a ring."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+
+
+def meet(barrier: Any) -> None:
+    """Waits for all warpgroups of a block, which then see what each has written to shared memory."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
 
 
 def drain(barriers: Any, count: int, steps: jax.Array) -> None:

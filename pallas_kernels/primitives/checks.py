@@ -147,19 +147,32 @@ def _static(operation: str, name: str, kind: str) -> str:
     )
 
 
+def check_floating(operation: str, **arrays: jax.Array | None) -> None:
+    """Raises TypeError unless the arrays, those that are not None, are floating."""
+    for name, array in arrays.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{operation}: {name} must be floating, got {array.dtype.name}; cast it first.")
+
+
+def check_like(operation: str, name: str, array: jax.Array | None, of: str, other: jax.Array) -> None:
+    """Raises ValueError unless the array, if it is not None, has the other one's shape and dtype. of: its name."""
+    if array is not None and (array.shape, array.dtype) != (other.shape, other.dtype):
+        raise ValueError(
+            f"{operation}: {name} must be like {of}, {_description(other)}, got {_description(array)}; broadcast or "
+            "cast it first."
+        )
+
+
 def check_features(operation: str, x: jax.Array, **parameters: jax.Array | None) -> None:
     """Raises TypeError unless x and the parameters are floating, ValueError unless they have one value a feature of x.
 
     A parameter may be None.
     """
-    given = {name: array for name, array in parameters.items() if array is not None}
-    for name, array in {"x": x, **given}.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{operation}: {name} must be floating, got {array.dtype.name}; cast it first.")
-    for name, array in given.items():
-        if x.ndim and array.shape != x.shape[-1:]:
+    check_floating(operation, x=x, **parameters)
+    for name, array in parameters.items():
+        if array is not None and array.shape != x.shape[-1:]:
             raise ValueError(
-                f"{operation}: {name} must be ({x.shape[-1]},), one value a feature of x {x.shape}, got {array.shape}."
+                f"{operation}: {name} must be {x.shape[-1:]}, one value a feature of x {x.shape}, got {array.shape}."
             )
 
 
@@ -167,8 +180,7 @@ def check_lookup(operation: str, modes: tuple[str, ...], mode: str, table: jax.A
     """Raises a TypeError or ValueError, in the operation's name, for a mode, table or indices that it does not take."""
     if mode not in modes:
         raise ValueError(f"{operation}: mode must be one of {', '.join(map(repr, modes))}, got {mode!r}.")
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(f"{operation}: table must be floating, got {table.dtype.name}; cast it first.")
+    check_floating(operation, table=table)
     if table.ndim != 2 or not table.shape[0]:
         raise ValueError(f"{operation}: table must be (rows, features) with a row, got {table.shape}.")
     for name, array in indices.items():

@@ -7,7 +7,7 @@ matter is treated as one row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.barriers import meet
 from pallas_kernels.primitives.compat import store
-from pallas_kernels.primitives.platform import target_device, varying_like
-from pallas_kernels.primitives.random import keep_mask, mixed_words
+from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.random import dropped, mixed_words
 from pallas_kernels.primitives.rows import ACCESS_BYTES, THREADS, Segment, split_row
+from pallas_kernels.primitives.settings import named_kernel
 
 COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
 """For kernels whose threads read back only what they wrote themselves, or what an explicit barrier protects."""
@@ -146,32 +147,69 @@ def column_blocks(units: int, features: int, itemsize: int, *, warpgroups: int, 
 
 def launch(
     name: str,
-    operands: Mapping[str, jax.Array],
-    out_type: Any,
+    operands: Mapping[str, jax.Array | None],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
     blocks: Blocks,
-    make_work: Callable[..., Callable[[jax.Array, Part], None]],
-) -> Any:
-    """Runs a kernel called `name` over all blocks; returns its results, a tree like `out_type`.
+    make_work: Callable[[dict[str, Any]], Callable[[jax.Array, Part], None]],
+) -> dict[str, jax.Array]:
+    """Runs a `named_kernel` over all blocks; returns the outputs by name.
 
-    make_work: called in the kernel with the operands' references, by name, and the results' references; returns the
-        function that `Blocks.run` calls.
+    make_work: called in the kernel with all references by name; returns the function that `Blocks.run` calls.
     """
 
-    names = tuple(operands)
+    def body(refs: dict[str, Any]) -> None:
+        blocks.run(lax.axis_index("block"), make_work(refs))
 
-    def kernel(*all_refs):
-        refs = dict(zip(names, all_refs, strict=False))
-        blocks.run(lax.axis_index("block"), make_work(refs, *all_refs[len(names) :]))
+    grid = {"block": blocks.count}
+    return named_kernel(body, operands, outputs, name=name, grid=grid, compiler_params=COMPILER_PARAMS)
 
-    kernel.__name__ = name
-    outputs = settings.kernel(
-        kernel,
-        out_type=out_type,
-        grid=(blocks.count,),
-        grid_names=("block",),
-        compiler_params=COMPILER_PARAMS,
-    )(*operands.values())
-    return jax.tree.map(lambda output: varying_like(output, *operands.values()), outputs)
+
+def launch_column_sums(
+    name: str,
+    operands: Mapping[str, jax.Array | None],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    blocks: Blocks,
+    make_sums: Callable[[dict[str, Any]], Callable[[jax.Array, jax.Array, Part], Sequence[jax.Array]]],
+    *,
+    warpgroups: int,
+    kinds: int,
+) -> dict[str, jax.Array]:
+    """Sums over rows in persistent blocks, whose warpgroups add up their sums; returns the outputs by name.
+
+    outputs: with "sums", (groups of rows, `kinds` or more, features).
+    make_sums: called in the kernel with all references by name; returns a function of a group, a warpgroup and a part,
+        which returns the sums of `kinds` terms, float32, and what else "sums" has, the same for all warpgroups.
+    """
+
+    def body(refs: dict[str, Any]) -> None:
+        own, sums, sums_of = refs["own"], refs["sums"], make_sums(refs)
+        warpgroup = lax.axis_index("warpgroup")
+
+        def work(group: jax.Array, part: Part) -> None:
+            found = sums_of(group, warpgroup, part)
+            for kind in range(kinds):
+                own[warpgroup, kind] = found[kind]
+            for kind in range(kinds, len(found)):
+                pl.when(warpgroup == 0)(lambda kind=kind: store(sums.at[group, kind, part.columns], found[kind]))
+            meet(refs["met"])
+
+            @pl.when(warpgroup == 0)
+            def _():
+                for kind in range(kinds):
+                    layout = part.segment.layout
+                    first, *others = (
+                        plgpu.load(own.at[i, kind], layout=layout, optimized=False) for i in range(warpgroups)
+                    )
+                    store(sums.at[group, kind, part.columns], sum(others, start=first).astype(sums.dtype))
+
+        blocks.run(lax.axis_index("block"), work)
+
+    scratch = {
+        "own": plgpu.SMEM((warpgroups, kinds, blocks.width), jnp.float32),
+        "met": plgpu.Barrier(num_arrivals=warpgroups),
+    }
+    options = {"grid": {"block": blocks.count}, "warpgroups": warpgroups, "compiler_params": COMPILER_PARAMS}
+    return named_kernel(body, operands, outputs, scratch, name=name, **options)
 
 
 def rows_from(ref: Any, first: jax.Array | int, count: int) -> list[Any]:
@@ -189,6 +227,16 @@ def load_part[Name](refs: Mapping[Name, Any], part: Part) -> dict[Name, jax.Arra
         name: plgpu.load(ref.at[part.columns], layout=part.segment.layout, optimized=False)
         for name, ref in refs.items()
     }
+
+
+def load_wide[Name](refs: Mapping[Name, Any], part: Part) -> dict[Name, jax.Array]:
+    """Loads what `load_part` does, as float32."""
+    return {name: value.astype(jnp.float32) for name, value in load_part(refs, part).items()}
+
+
+def zeros_part(part: Part) -> jax.Array:
+    """Returns float32 zeros of a part, to accumulate into."""
+    return plgpu.layout_cast(jnp.zeros(part.segment.shape, jnp.float32), part.segment.layout)
 
 
 def access_columns(vectors: int, itemsize: int) -> int:
@@ -212,18 +260,19 @@ Keep = Callable[[jax.Array, jax.Array, Part], jax.Array]
 
 
 def elementwise_kernel(
-    name: str, operands: Mapping[str, jax.Array], step: Callable[..., jax.Array], *, rate: float
+    name: str, operands: Mapping[str, jax.Array | None], step: Callable[..., jax.Array], *, rate: float
 ) -> jax.Array:
     """Launches `step` over all parts of `operands["x"]`; returns its results in x's shape and dtype.
 
     step: takes the row, the part, each operand's values in it, and the dropout function (None: no dropout).
     """
     x = operands["x"]
+    assert x is not None
     rows, features = x.shape
-    blocks = elementwise_blocks(rows, features, x.dtype.itemsize, has_bias="bias" in operands)
+    blocks = elementwise_blocks(rows, features, x.dtype.itemsize, has_bias=operands.get("bias") is not None)
 
-    def make_work(refs, y_ref):
-        keep = make_keep(refs.pop("words", None), features=features, rate=rate)
+    def make_work(refs):
+        y_ref, keep = refs.pop("y"), make_keep(refs.pop("words", None), features=features, rate=rate)
         bias_ref = {"bias": refs.pop("bias")} if "bias" in refs else {}
 
         def work(first, part):
@@ -238,7 +287,7 @@ def elementwise_kernel(
 
         return work
 
-    return launch(name, operands, jax.ShapeDtypeStruct(x.shape, x.dtype), blocks, make_work)
+    return launch(name, operands, {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}, blocks, make_work)["y"]
 
 
 def make_keep(words_ref: Any, *, features: int, rate: float) -> Keep | None:
@@ -249,7 +298,6 @@ def make_keep(words_ref: Any, *, features: int, rate: float) -> Keep | None:
 
     def keep(value, row, part):
         column = part.segment_columns() + part.columns.start
-        mask = keep_mask(words, row, column, features=features, rate=rate)
-        return jnp.where(mask, value * (1.0 / (1.0 - rate)), jnp.float32(0))
+        return dropped(value, words, row, column, features=features, rate=rate)
 
     return keep

@@ -134,8 +134,15 @@ def instantiated(cotangents: Any) -> Any:
     return jax.tree.map(instantiate, cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
 
 
-def with_backward(function: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `function` with the backward pass `backward`, which takes the arrays and the cotangents."""
+def with_backward(
+    function: Callable[..., Any],
+    backward: Callable[..., Any],
+    saves: Callable[..., tuple[Any, ...]] = lambda *arrays: arrays,
+) -> Callable[..., Any]:
+    """Returns `function` with the backward pass `backward`, which takes the saved arrays and the cotangents.
+
+    saves: returns what is saved of the arrays: some of them, or structures without any; by default all.
+    """
     differentiable = jax.custom_vjp(function)
-    differentiable.defvjp(lambda *arrays: (function(*arrays), arrays), lambda arrays, dy: backward(*arrays, dy))
+    differentiable.defvjp(lambda *arrays: (function(*arrays), saves(*arrays)), lambda saved, dy: backward(*saved, dy))
     return differentiable

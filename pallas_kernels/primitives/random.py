@@ -160,6 +160,19 @@ def array_keep_mask(key: jax.Array, shape: tuple[int, ...], *, rate: float) -> j
     return keep_mask(mixed_words(key_words(key)), row, column, features=features, rate=rate).reshape(shape)
 
 
+def dropped(
+    values: jax.Array, words: Words, row: jax.Array | int, column: jax.Array, *, features: int, rate: float
+) -> jax.Array:
+    """Applies dropout to float32 elements: 0 where `keep_mask` drops one, else the element times 1 / (1 - `rate`)."""
+    mask = keep_mask(words, row, column, features=features, rate=rate)
+    return jnp.where(mask, values * (1.0 / (1.0 - rate)), jnp.float32(0))
+
+
+def array_dropped(values: jax.Array, key: jax.Array, *, rate: float) -> jax.Array:
+    """Applies dropout to a whole (..., features) array in plain `jax.numpy`, as `dropped` does to its elements."""
+    return jnp.where(array_keep_mask(key, values.shape, rate=rate), values * (1.0 / (1.0 - rate)), 0)
+
+
 def check_rate(rate: float) -> None:
     """Raises a ValueError unless `rate` is a dropout rate."""
     if not 0 <= rate < 1:

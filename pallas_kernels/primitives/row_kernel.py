@@ -18,9 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.compat import store
-from pallas_kernels.primitives.platform import varying_like
 from pallas_kernels.primitives.rows import (
     THREADS,
     Row,
@@ -43,6 +41,7 @@ from pallas_kernels.primitives.rows import (
     store_row,
     to_float32,
 )
+from pallas_kernels.primitives.settings import named_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,10 +194,10 @@ def row_kernel(
     outputs: Mapping[str, jax.ShapeDtypeStruct],
     *,
     name: str,
-    compiler_params: Any,
     rows: int,
     at_once: int = 0,
     parts: int = 1,
+    **options: Any,
 ) -> dict[str, jax.Array]:
     """Launches a block for each row, or for each `at_once` rows; returns the outputs by name.
 
@@ -206,20 +205,14 @@ def row_kernel(
         name. Operands that are None have none.
     name: the kernel's name in traces and HLO.
     parts: equal parts of the rows; the rows of a block are all from one part.
+    options: those of `named_kernel`; the compiler's parameters are those of the first operand's dtype by default.
     """
-    given = {key: operand for key, operand in operands.items() if operand is not None}
-    names = (*given, *outputs)
+    first = next(iter(operands.values()))
+    assert first is not None
 
-    def kernel(*refs):
-        row = row_of_block(lax.axis_index("block"), rows, at_once, parts=parts)
-        compute(row, dict(zip(names, refs, strict=True)))
+    def body(refs: dict[str, Any]) -> None:
+        compute(row_of_block(lax.axis_index("block"), rows, at_once, parts=parts), refs)
 
-    results = settings.kernel(
-        kernel,
-        out_type=tuple(outputs.values()),
-        grid=(parts * pl.cdiv(rows // parts, at_once or 1),),
-        grid_names=("block",),
-        compiler_params=compiler_params,
-        kernel_name=name,
-    )(*given.values())
-    return {key: varying_like(result, *given.values()) for key, result in zip(outputs, results, strict=True)}
+    grid = {"block": parts * pl.cdiv(rows // parts, at_once or 1)}
+    options = {"compiler_params": compiler_params(first.dtype)} | options
+    return named_kernel(body, operands, outputs, name=name, grid=grid, **options)

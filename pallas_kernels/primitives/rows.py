@@ -37,6 +37,8 @@ THREADS = 128
 """Threads of a warpgroup."""
 WARPS = 4
 """Warps of a warpgroup."""
+WARP_LANES = THREADS // WARPS
+"""Threads of a warp."""
 ACCESS_BYTES = 16
 """The widest access of one thread."""
 

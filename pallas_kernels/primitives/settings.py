@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from pallas_kernels.primitives import interpreter
 from pallas_kernels.primitives.derivatives import first_order
 from pallas_kernels.primitives.flop_metadata import Products, references
 from pallas_kernels.primitives.partitioned import call_operation
-from pallas_kernels.primitives.platform import is_interpreted
+from pallas_kernels.primitives.platform import is_interpreted, varying_like
 from pallas_kernels.primitives.sharing import traced_once
 
 
@@ -75,3 +75,41 @@ def kernel(body: Callable[..., Any], *, products: Products | None = None, **opti
             return launch(*args, **kwargs)
 
     return traced_once(called, body, options, products)
+
+
+def named_kernel(
+    body: Callable[[dict[str, Any]], None],
+    operands: Mapping[str, Any],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    scratch: Mapping[str, Any] | None = None,
+    *,
+    name: str,
+    grid: Mapping[str, int],
+    warpgroups: int | None = None,
+    **options: Any,
+) -> dict[str, jax.Array]:
+    """Launches a `kernel` whose body takes its references by name; returns the outputs by name.
+
+    operands: arrays, or trees of them; there are no references for None. scratch: types of scratch memory.
+    name: the kernel's in traces and HLO. grid: the number of blocks along each of its axes.
+    warpgroups: of a block, along the axis "warpgroup"; None: one, without that axis. options: those of `plgpu.kernel`.
+    """
+    given = {key: operand for key, operand in operands.items() if operand is not None}
+    names = (*given, *outputs, *(scratch or {}))
+
+    def named(*references: Any) -> None:
+        body(dict(zip(names, references, strict=True)))
+
+    if warpgroups is not None:
+        options |= {"num_threads": warpgroups, "thread_name": "warpgroup"}
+    launch = kernel(
+        named,
+        out_type=tuple(outputs.values()),
+        scratch_types=tuple((scratch or {}).values()),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        kernel_name=name,
+        **options,
+    )
+    results, arrays = launch(*given.values()), jax.tree.leaves(given)
+    return {key: varying_like(result, *arrays) for key, result in zip(outputs, results, strict=True)}

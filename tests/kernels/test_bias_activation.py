@@ -9,7 +9,7 @@ import pytest
 from draws import normal
 
 from pallas_kernels import bias_activation, recorded_choices
-from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
+from pallas_kernels.ops.bias_activation.mosaic_gpu import bias_activation_backward
 from pallas_kernels.primitives.activations import ACTIVATIONS
 
 
@@ -57,7 +57,7 @@ def test_dropout_needs_a_key_and_a_rate():
         bias_activation(jnp.ones((2, 4)), None, dropout_rate=0.5)
     with pytest.raises(ValueError, match=r"0 <= rate < 1, got 1\.5"):
         bias_activation(jnp.ones((2, 4)), None, dropout_rate=1.5, dropout_key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"shape \(4,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"must be \(4,\), .* got \(3,\)"):
         bias_activation(jnp.ones((2, 4)), jnp.ones(3))
 
 

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import cross_entropy
 from pallas_kernels.ops.cross_entropy.config import ForwardConfig, RowPlan, default_forward, ring_config
 from pallas_kernels.ops.cross_entropy.formula import Terms, logarithm
-from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward
-from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
+from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_backward, cross_entropy_forward, scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference
 from pallas_kernels.specs import seeds_of
 

@@ -9,7 +9,7 @@ import pytest
 from draws import normal
 
 from pallas_kernels import dot_interaction
-from pallas_kernels.ops.dot_interaction.triangle import Triangle
+from pallas_kernels.ops.dot_interaction.mosaic_gpu import Triangle
 
 
 @pytest.mark.parametrize("has_diagonal", [False, True])

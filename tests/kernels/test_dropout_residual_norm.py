@@ -10,7 +10,7 @@ from draws import normal
 
 from pallas_kernels import dropout_residual_norm, layer_norm, rms_norm
 from pallas_kernels.ops.norms.backward import norm_backward
-from pallas_kernels.ops.norms.config import BackwardConfig, ForwardConfig
+from pallas_kernels.ops.norms.config import BackwardConfig
 from pallas_kernels.ops.norms.forward import norm_forward
 from pallas_kernels.ops.norms.norm import StaticNorm
 from pallas_kernels.primitives.random import array_keep_mask, key_words
@@ -103,14 +103,13 @@ def test_all_forward_configurations_agree(seed, name):
     """However warps share a row, its mask, its sum and its norm are the same."""
     x, residual, scale = rows(seed, 3, 1024), rows(seed + 1, 3, 1024), 1 + 0.1 * rows(seed, 1, 1024)[0]
     norm = StaticNorm(name=name, epsilon=1e-6, rate=0.25)
-    run = lambda config: norm_forward(  # noqa: E731
-        norm, x, scale=scale, residual=residual, words=key_words(KEY), config=config
+    run = lambda is_ahead: norm_forward(  # noqa: E731
+        norm, x, scale=scale, residual=residual, words=key_words(KEY), is_ahead=is_ahead
     )
-    y, total, _ = run(ForwardConfig())
+    y, total, _ = run(False)
     np.testing.assert_array_equal(
         total, np.where(np.asarray(array_keep_mask(KEY, x.shape, rate=0.25)), x * (1 / 0.75), 0) + residual
     )
-    for config in (ForwardConfig(piece=1), ForwardConfig(reads_ahead=True)):
-        got_y, got_total, _ = run(config)
-        np.testing.assert_array_equal(got_total, total, err_msg=f"{config} seed={seed}")
-        np.testing.assert_allclose(got_y, y, rtol=1e-5, atol=1e-5, err_msg=f"{config} seed={seed}")
+    got_y, got_total, _ = run(True)
+    np.testing.assert_array_equal(got_total, total, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(got_y, y, rtol=1e-5, atol=1e-5, err_msg=f"seed={seed}")

@@ -12,7 +12,7 @@ from pallas_kernels import Rope, qkv_projection, quantize
 from pallas_kernels.ops.qkv_projection.config import HeadForm, default_config
 from pallas_kernels.ops.qkv_projection.mosaic_gpu import qkv_projection_forward
 from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import Operands
-from pallas_kernels.ops.rope.angles import angle_tables
+from pallas_kernels.ops.rope.tables import angle_tables
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.few_rows.heads import Rotation

@@ -10,10 +10,10 @@ from draws import integers, normal
 
 from pallas_kernels import Norm, Rope, qkv_projection
 from pallas_kernels.ops.norms.reference import rms_norm_reference
-from pallas_kernels.ops.rope.angles import angle_tables
 from pallas_kernels.ops.rope.heads import HeadArray, launch_heads
 from pallas_kernels.ops.rope.heads_kernel import HeadNorm
 from pallas_kernels.ops.rope.reference import rope_reference
+from pallas_kernels.ops.rope.tables import angle_tables
 
 EPSILON = 1e-3
 THETA = 1e4

@@ -13,7 +13,7 @@ from draws import normal
 
 from pallas_kernels import layer_norm
 from pallas_kernels.ops.norms.backward import norm_backward
-from pallas_kernels.ops.norms.config import BackwardConfig, BackwardShape, ForwardConfig, default_forward
+from pallas_kernels.ops.norms.config import BackwardConfig, BackwardShape, reads_ahead
 from pallas_kernels.ops.norms.forward import norm_forward
 from pallas_kernels.ops.norms.norm import StaticNorm
 from pallas_kernels.ops.norms.reference import layer_norm_reference
@@ -63,7 +63,6 @@ def test_all_backward_configurations_agree(seed):
     scale, bias = 1 + 0.1 * rows(seed + 3, 2, 512)
     expected = jax.vjp(layer_norm_reference, x, scale, bias)[1](dy)
     configs = [BackwardConfig(warpgroups=w, blocks_per_core=1, steps=2) for w in (2, 4)]
-    configs += [BackwardConfig(warpgroups=2, blocks_per_core=1, steps=2, keeps_row=True)]
     configs += [BackwardConfig(blocks_per_core=1, steps=2)]
     for config in configs:
         got = norm_backward(NORM, x, statistics_of(x), dy, scale=scale, bias=bias, config=config)
@@ -86,15 +85,12 @@ def test_x_is_returned_for_the_residual_stream(seed):
 
 
 @pytest.mark.parametrize(
-    ("rows", "features", "itemsize", "config"),
-    [(66, 4096, 2, ForwardConfig(reads_ahead=True)), (67, 4096, 2, ForwardConfig(piece=2)),
-     (896, 3040, 4, ForwardConfig(piece=2)), (1200, 4096, 4, ForwardConfig()), (21, 13056, 2, ForwardConfig()),
-     (21, 4095, 2, ForwardConfig(piece=2))],
-)  # fmt: skip
-def test_forward_configurations(rows, features, itemsize, config):
-    """With rows for at most half the multiprocessors, and wide accesses, scale and bias are read ahead if they fit."""
-    got = default_forward(rows, features, itemsize, gain_bytes=2 * itemsize, centered=True, cores=132)
-    assert got == config
+    ("rows", "features", "itemsize", "expected"),
+    [(66, 4096, 2, True), (67, 4096, 2, False), (21, 13056, 2, False), (21, 4095, 2, False)],
+)
+def test_scale_and_bias_are_read_ahead(rows, features, itemsize, expected):
+    """With rows for at most half the multiprocessors, and wide accesses, if they fit."""
+    assert reads_ahead(rows, features, itemsize, gain_bytes=2 * itemsize, cores=132) == expected
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -105,17 +101,13 @@ def test_all_forward_configurations_agree(seed, has_residual):
     residual = residual if has_residual else None
     total = x if residual is None else x + residual
     expected = layer_norm_reference(total, scale, bias)
-    for config in (
-        ForwardConfig(),
-        ForwardConfig(piece=1),
-        ForwardConfig(reads_ahead=True),
-    ):
-        y, got_total, _ = norm_forward(NORM, x, scale=scale, bias=bias, residual=residual, config=config)
+    for is_ahead in (False, True):
+        y, got_total, _ = norm_forward(NORM, x, scale=scale, bias=bias, residual=residual, is_ahead=is_ahead)
         # One step of bfloat16: sums in another order may round a value the other way.
-        np.testing.assert_allclose(*as_float32(y, expected), rtol=2**-7, atol=1e-3, err_msg=f"{config} {seed}")
+        np.testing.assert_allclose(*as_float32(y, expected), rtol=2**-7, atol=1e-3, err_msg=f"{is_ahead} {seed}")
         assert (got_total is None) == (residual is None)
         if got_total is not None:
-            np.testing.assert_array_equal(*as_float32(got_total, total), err_msg=f"{config} {seed}")
+            np.testing.assert_array_equal(*as_float32(got_total, total), err_msg=f"{is_ahead} {seed}")
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -131,8 +123,7 @@ def test_statistics_are_the_reciprocal_deviation_and_the_mean(seed, count, featu
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("keeps_row", [False, True])
-def test_rows_of_16_bits_far_from_their_mean(seed, keeps_row):
+def test_rows_of_16_bits_far_from_their_mean(seed):
     """One value may be far from all others, or all values may be the same."""
     x = rows(seed, 7, 512)
     x = x.at[0, 0].set(1e4)  # the first value is far from everything else
@@ -148,7 +139,7 @@ def test_rows_of_16_bits_far_from_their_mean(seed, keeps_row):
     normed, weighted = centered * inverse, exact[1] * exact[2]
     products = (normed * weighted).mean(-1, keepdims=True)
     dx = (weighted - weighted.mean(-1, keepdims=True) - normed * products) * inverse
-    config = BackwardConfig(warpgroups=2, blocks_per_core=1, steps=2, keeps_row=keeps_row)
+    config = BackwardConfig(warpgroups=2, blocks_per_core=1, steps=2)
     got = norm_backward(NORM, x, statistics_of(x), dy, scale=scale, bias=bias, config=config)
     assert got.dscale is not None and got.dbias is not None
     # Within half a step of bfloat16 and what float32 sums lose.

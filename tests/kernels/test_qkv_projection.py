@@ -14,7 +14,7 @@ import hlo_analysis
 from pallas_kernels import Norm, Rope, fold_scale, qkv_projection
 from pallas_kernels.ops.qkv_projection import api, mosaic_gpu
 from pallas_kernels.ops.qkv_projection import config as projection_config
-from pallas_kernels.ops.rope.angles import angle_tables
+from pallas_kernels.ops.rope.tables import angle_tables
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gradients import weight_gradients

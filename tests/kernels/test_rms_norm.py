@@ -107,8 +107,7 @@ def test_all_backward_configurations_agree(seed):
     configs = [BackwardConfig(blocks_per_core=1, steps=2)]
     for warpgroups in (1, 2, 4):
         configs.append(BackwardConfig(warpgroups=warpgroups, blocks_per_core=1, steps=2))
-    for warpgroups, steps in ((1, 4), (2, 2)):
-        configs.append(BackwardConfig(warpgroups=warpgroups, blocks_per_core=1, steps=steps, keeps_row=True))
+    configs.append(BackwardConfig(warpgroups=1, blocks_per_core=1, steps=4))
     for config in configs:
         got = norm_backward(NORM, x, statistics_of(x), dy, scale=scale, config=config)
         for a, b in zip((got.dtotal, got.dscale), expected, strict=True):

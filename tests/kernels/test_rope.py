@@ -11,8 +11,8 @@ import pytest
 from draws import normal
 
 from pallas_kernels import rope
-from pallas_kernels.ops.rope.angles import cosine_and_sine, turns
 from pallas_kernels.ops.rope.pairs import HeadTile
+from pallas_kernels.ops.rope.tables import cosine_and_sine, turns
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0, 2.0])

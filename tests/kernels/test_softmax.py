@@ -11,10 +11,10 @@ from draws import normal
 from pallas_kernels import softmax
 from pallas_kernels.ops.softmax.api import masking_of
 from pallas_kernels.ops.softmax.masking import Masking, mask_rows
-from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
-from pallas_kernels.ops.softmax.mosaic_gpu_vjp import (
+from pallas_kernels.ops.softmax.mosaic_gpu import (
     shared_row_gradient,
     softmax_backward,
+    softmax_forward,
     whole_row_gradient,
     xla_gradient,
 )

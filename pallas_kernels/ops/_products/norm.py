@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.ops.norms import apply
+from pallas_kernels.ops.norms import api as norms
 from pallas_kernels.ops.norms.norm import StaticNorm
 from pallas_kernels.ops.norms.reference import norm_reference as row_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays, static_flag
@@ -67,7 +67,7 @@ def norm_unsupported(norm: Norm | None, x: jax.Array) -> str | None:
     """Returns why the row kernels cannot take the norm's arrays, or None."""
     if norm is None:
         return None
-    return apply.mosaic_unsupported(x, norm.scale, norm.bias)
+    return norms.mosaic_unsupported(x, norm.scale, norm.bias)
 
 
 def normalised(norm: Norm | None, x: jax.Array) -> jax.Array:
@@ -86,7 +86,7 @@ def normalised(norm: Norm | None, x: jax.Array) -> jax.Array:
         rounds_before_scale=norm.rounds_before_scale,
     )
     scale, bias = (None if each is None else jnp.asarray(each) for each in (norm.scale, norm.bias))
-    return apply.apply_norm(static, "mosaic", False, x, scale, bias)[0]  # pyright: ignore[reportIndexIssue]
+    return norms.apply_norm(static, "mosaic", False, x, scale, bias)[0]  # pyright: ignore[reportIndexIssue]
 
 
 def norm_reference(norm: Norm | None, x: jax.Array) -> jax.Array:

@@ -23,8 +23,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.batch_norm.columns import BatchNormConfig, apply_columns, default_config, sum_columns
-from pallas_kernels.ops.batch_norm.merge import merge_groups
+from pallas_kernels.ops.batch_norm.columns import (
+    BatchNormConfig,
+    apply_columns,
+    default_config,
+    merge_groups,
+    sum_columns,
+)
 
 
 def batch_norm_forward(
@@ -34,7 +39,7 @@ def batch_norm_forward(
     rows, dtype = x.shape[0], x.dtype
 
     def normalise(values):
-        return (values["x"] - values["mean"]) * values["slope"] + values["bias"]
+        return (values["x"] - values["mean"]) * values["slope"] + values["offset"]
 
     def near_mean(sums, values):
         """Rounds the mean to x's dtype, so that 16-bit values have exact differences from it."""
@@ -48,7 +53,7 @@ def batch_norm_forward(
         mean = jnp.where(jnp.abs(near) < jnp.inf, near + left, near)
         variance = jnp.maximum(jnp.where(squares < jnp.inf, squares - left * left, squares), 0.0)
         slope = lax.rsqrt(variance + epsilon) * columns["scale"]
-        return {"mean": mean, "variance": variance, "slope": slope, "bias": columns["bias"]}
+        return {"mean": mean, "variance": variance, "slope": slope, "offset": columns["bias"]}
 
     config = config or default_config(rows, x.shape[1], x.dtype.itemsize)
     partials, split = sum_columns("batch_norm_statistics", {"x": x}, {}, _moments, shifted="x", config=config)
@@ -72,11 +77,11 @@ def batch_norm_forward(
         {"scale": scale, "bias": bias},
         passes=(group_total, group_deviations),
         finish=finish,
-        out_types=dict.fromkeys(("mean", "variance", "slope", "bias"), jnp.float32),
+        out_types=dict.fromkeys(("mean", "variance", "slope", "offset"), jnp.float32),
         count_of=split.count,
         first_of="shift",
     )
-    columns = {name: found[name] for name in ("mean", "slope", "bias")}
+    columns = {name: found[name] for name in ("mean", "slope", "offset")}
     y = apply_columns("batch_norm", {"x": x}, columns, normalise, config=config)
     return y, found["mean"], found["variance"]
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.bias_activation.mosaic_gpu import bias_activation_forward
-from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
+from pallas_kernels.ops.bias_activation.mosaic_gpu import bias_activation_backward, bias_activation_forward
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.checks import as_arrays, dropout_words, optional_arrays
+from pallas_kernels.primitives.checks import as_arrays, check_features, check_like, dropout_words, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
+from pallas_kernels.primitives.gradients import with_backward
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.random import of_part
 from pallas_kernels.primitives.settings import operation
@@ -71,8 +70,9 @@ def bias_activation(
     """
     (x,) = as_arrays("bias_activation", x=x)
     bias, residual = optional_arrays("bias_activation", bias=bias, residual=residual)
-    get_activation("bias_activation", activation)
-    _check(x, bias, residual)
+    function = get_activation("bias_activation", activation)
+    check_features("bias_activation", x, bias=bias)
+    check_like("bias_activation", "residual", residual, "x", x)
     words = dropout_words("bias_activation", dropout_rate, dropout_key)
     # Without a bias the row length does not matter, and one long row has the fewest unaligned accesses.
     is_one_row = bias is None and (words is None or not of_part(words))
@@ -85,8 +85,17 @@ def bias_activation(
         )
     rows = x.reshape((1, -1) if is_one_row else (-1, x.shape[-1]))
     operands = varying_alike((rows, bias, None if residual is None else residual.reshape(rows.shape), words))
-    y: jax.Array = _bias_activation_mosaic(activation, float(dropout_rate), *operands)  # pyright: ignore
-    return y.reshape(x.shape)
+    options = {"activation": function, "rate": float(dropout_rate)}
+
+    def backward(x, bias, words, residual, dy):
+        dx, dbias = bias_activation_backward(x, bias, words, dy, **options)
+        return dx, dbias, None if residual is None else dy, None
+
+    def saved(x, bias, residual, words):
+        return x, bias, words, None if residual is None else ()  # only whether there is one
+
+    forward = partial(bias_activation_forward, **options)
+    return with_backward(forward, backward, saves=saved)(*operands).reshape(x.shape)
 
 
 def mosaic_unsupported(x: jax.Array, bias: jax.Array | None, *, is_one_row: bool) -> str | None:
@@ -98,47 +107,3 @@ def mosaic_unsupported(x: jax.Array, bias: jax.Array | None, *, is_one_row: bool
         return reason
     features = x.size if is_one_row else x.shape[-1]
     return elementwise_unsupported(x.size // max(1, features), features) or mosaic_gpu_unsupported()
-
-
-def _check(x: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> None:
-    for name, array in (("x", x), ("bias", bias)):
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"bias_activation: {name} must be floating, got {array.dtype.name}; cast it first.")
-    if bias is not None and (x.ndim == 0 or bias.shape != x.shape[-1:]):
-        raise ValueError(
-            f"bias_activation: bias must be one value a feature of x {x.shape}, shape {x.shape[-1:]}, got {bias.shape}."
-        )
-    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
-        raise ValueError(
-            f"bias_activation: residual must be like x, {x.dtype.name}{list(x.shape)}, got "
-            f"{residual.dtype.name}{list(residual.shape)}; broadcast or cast it first."
-        )
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _bias_activation_mosaic(
-    activation: str,
-    rate: float,
-    x: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    words: jax.Array | None,
-) -> jax.Array:
-    function = get_activation("bias_activation", activation)
-    return bias_activation_forward(x, bias, residual, words, activation=function, rate=rate)
-
-
-def _mosaic_fwd(activation, rate, x, bias, residual, words):
-    function = get_activation("bias_activation", activation)
-    y = bias_activation_forward(x, bias, residual, words, activation=function, rate=rate)
-    return y, (x, bias, words, residual is not None)
-
-
-def _mosaic_bwd(activation, rate, saved, dy):
-    x, bias, words, has_residual = saved
-    function = get_activation("bias_activation", activation)
-    dx, dbias = bias_activation_backward(x, bias, words, dy, activation=function, rate=rate)
-    return dx, dbias, dy if has_residual else None, None
-
-
-_bias_activation_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

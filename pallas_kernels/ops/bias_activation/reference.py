@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.random import array_keep_mask
+from pallas_kernels.primitives.random import array_dropped
 
 
 def bias_activation_reference(
@@ -23,8 +23,7 @@ def bias_activation_reference(
     value = x.astype(wide) if bias is None else x.astype(wide) + bias.astype(wide)
     y = get_activation("bias_activation", activation).reference(value)
     if dropout_rate and dropout_key is not None:
-        keep = array_keep_mask(dropout_key, x.shape, rate=dropout_rate)
-        y = jnp.where(keep, y * (1.0 / (1.0 - dropout_rate)), 0.0)
+        y = array_dropped(y, dropout_key, rate=dropout_rate)
     if residual is not None:
         y = y + residual.astype(wide)
     return y.astype(x.dtype)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pallas_kernels.ops.bias_activation.api import bias_activation
-from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
+from pallas_kernels.ops.bias_activation.mosaic_gpu import bias_activation_backward
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.random import key_words
@@ -75,12 +75,11 @@ BIAS_ACTIVATION = OpSpec(
         _call(4, 262144, tags="gpu"),
         _call(2048, 1001, rate=0.1, residual=True, tags="gpu"),
         _call(8192, 16384, tags="gpu bench block"),
-        *calls(_call, (32768, 4096), (8192, 8192), tags="gpu bench"),
+        *calls(_call, (32768, 4096), (8192, 8192), (1, 4096), (64, 4096), tags="gpu bench"),
         _call(8192, 8192, activation="gelu", tags="gpu bench"),
         _call(8192, 8192, bias=None, tags="gpu bench"),
         _call(8192, 8192, rate=0.1, residual=True, tags="gpu bench"),
         _call(16384, 4096, dtype="float32", tags="gpu bench"),
-        *calls(_call, (1, 4096), (64, 4096), tags="gpu bench"),
     ),
     forward_traffic=traffic(read=("x", "residual"), written=("x",)),
     # Reads x and dy; the residual's gradient is dy itself.

@@ -8,14 +8,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.cross_entropy.formula import Terms
-from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_forward
-from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward, scale_in_place
+from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_backward, cross_entropy_forward, scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds, wide_labels
-from pallas_kernels.primitives.checks import as_arrays, finite_number, static_integer, static_number
+from pallas_kernels.primitives.checks import as_arrays, check_floating, finite_number, static_integer, static_number
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
@@ -124,8 +122,7 @@ def cross_entropy(
     pass as in Liger, Hsu et al., 2024, https://arxiv.org/abs/2410.10989
     """
     logits, labels = as_arrays("cross_entropy", logits=logits, labels=labels)
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"cross_entropy: logits must be floating, got {logits.dtype.name}; cast them first.")
+    check_floating("cross_entropy", logits=logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"cross_entropy: logits must have a vocabulary axis of at least 1, got {logits.shape}.")
     labels = checked_labels("cross_entropy", labels, logits.shape[:-1], each="row of logits")
@@ -221,7 +218,6 @@ def _cross_entropy_mosaic(
 
 
 def _mosaic_fwd(terms, is_reduced, logits, labels, weights):
-    logits, labels, weights = logits.value, labels.value, None if weights is None else weights.value
     with_gradient = is_reduced and logits.dtype != jnp.float16  # float16 needs its loss scale first
     losses, statistics, gradient = cross_entropy_forward(
         logits, labels, weights, terms=terms, with_gradient=with_gradient
@@ -232,8 +228,6 @@ def _mosaic_fwd(terms, is_reduced, logits, labels, weights):
 
 def _mosaic_bwd(terms, _, saved, cotangent):
     gradient, inputs = saved
-    if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros_like(gradient if inputs is None else inputs[0]), None, None
     if inputs is None:
         return scale_in_place(gradient, cotangent), None, None
     logits, labels, weights, statistics = inputs
@@ -241,4 +235,4 @@ def _mosaic_bwd(terms, _, saved, cotangent):
     return cross_entropy_backward(logits, labels, weights, statistics, terms=terms), None, None
 
 
-_cross_entropy_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd, symbolic_zeros=True)
+_cross_entropy_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)

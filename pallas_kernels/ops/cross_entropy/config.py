@@ -8,14 +8,12 @@ from typing import Literal
 import jax.numpy as jnp
 
 from pallas_kernels.primitives.hopper import SHARED_BYTES
-from pallas_kernels.primitives.rows import ACCESS_BYTES, WARPS
+from pallas_kernels.primitives.rows import ACCESS_BYTES, WARP_LANES, WARPS
 
 REGISTER_COLUMNS = 12288
 """The longest row that one warpgroup holds in its registers; 16384 float32 ones spill."""
 _OTHER_BYTES = 4096
 """Shared memory for barriers, the exchange between warpgroups, and Mosaic GPU's own scratch."""
-WARP_LANES = 32
-"""Threads of a warp."""
 _LINE_BYTES = WARP_LANES * ACCESS_BYTES
 """Bytes that a warp moves in one access."""
 _CHUNK_BYTES = 8192

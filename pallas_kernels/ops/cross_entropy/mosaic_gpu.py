@@ -1,26 +1,40 @@
-"""Cross-entropy on Mosaic GPU: the loss, and with it the gradient if requested.
+"""Cross-entropy on Mosaic GPU: the loss, and with it the gradient if requested; and the gradient alone.
 
 One warpgroup holds a row in registers, or several short ones. A long row goes through shared memory
 (`mosaic_gpu_ring`). If that is not possible, if rows are few, or if only the loss is needed, a row is split among many
 blocks in two launches: the first computes maximum and sum of each part; in the second, every block combines the parts'
 results and writes its part of loss and gradient.
+
+Given each row's maximum and sum, the gradient is elementwise, so a block can compute any part of a row. So the second
+launch serves the backward pass, too, if the forward pass did not write the gradient.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.ops.cross_entropy.config import ForwardConfig, default_forward
-from pallas_kernels.ops.cross_entropy.formula import Terms, weight_of
+from pallas_kernels.ops.cross_entropy.formula import Slope, Terms, weight_of
 from pallas_kernels.ops.cross_entropy.mosaic_gpu_ring import ring_kernel
-from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import kernel_from_parts, row_and_part
+from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.exponents import LOWEST
+from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.references import in_place
 from pallas_kernels.primitives.row_kernel import HeldRows, RowChunks, compiler_params, held_segments, row_kernel
-from pallas_kernels.primitives.rows import load_row, map_row, row_max, row_sum, to_float32
+from pallas_kernels.primitives.rows import load_row, map_row, row_columns, row_max, row_sum, store_row, to_float32
 
 Statistics = tuple[jax.Array, jax.Array]
 """The maximum of each row, and sum(exp(logit - maximum)); (rows,) float32."""
+_SCALE_BLOCKS_PER_CORE = 8
+_CHUNK = 8192
+"""Columns of a row for one block."""
 
 
 def cross_entropy_forward(
@@ -87,7 +101,6 @@ def _whole_rows_kernel(
         operands,
         outputs,
         name="cross_entropy_with_gradient" if with_gradient else "cross_entropy",
-        compiler_params=compiler_params(logits.dtype),
         rows=rows,
         at_once=at_once,
     )
@@ -119,7 +132,147 @@ def _split_kernels(
         {"logits": logits},
         dict.fromkeys(kinds, jax.ShapeDtypeStruct((rows, chunks.parts), jnp.float32)),
         name="cross_entropy_parts",
-        compiler_params=compiler_params(logits.dtype),
         rows=rows * chunks.parts,
     )
     return kernel_from_parts(operands | parts, outputs, terms=terms, chunks=chunks, name="cross_entropy_from_parts")
+
+
+def row_and_part(block: jax.Array, parts: int, *, reversed_rows: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Returns the row of a block and its part, of `parts` in each row.
+
+    There is one grid axis of rows * parts, because CUDA limits its second axis to 65535.
+
+    reversed_rows: the number of rows if the last ones come first, which the L2 cache still holds from the launch
+        before; else 0.
+    """
+    if reversed_rows:
+        block = jnp.int32(reversed_rows * parts - 1) - block
+    return lax.div(block, jnp.int32(parts)), lax.rem(block, jnp.int32(parts))
+
+
+def cross_entropy_backward(
+    logits: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+    statistics: tuple[jax.Array, jax.Array],
+    *,
+    terms: Terms,
+    chunk: int = _CHUNK,
+) -> jax.Array:
+    """Returns the gradient of sum(weights * losses), like logits.
+
+    weights: (rows,) or (1,). statistics: what `cross_entropy_forward` returned. The other arguments are as there.
+    """
+    chunks = RowChunks.make(logits.shape[1], logits.dtype.itemsize, chunk)
+    maximum, total = (statistic[:, None] for statistic in statistics)
+    operands = {"logits": logits, "labels": labels, "weights": weights, "part_maximum": maximum, "part_total": total}
+    outputs = {"gradient": jax.ShapeDtypeStruct(logits.shape, logits.dtype)}
+    return kernel_from_parts(operands, outputs, terms=terms, chunks=chunks, name="cross_entropy_gradient")["gradient"]
+
+
+def kernel_from_parts(
+    operands: dict[str, jax.Array],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    *,
+    terms: Terms,
+    chunks: RowChunks,
+    name: str,
+) -> dict[str, jax.Array]:
+    """Computes the losses with their statistics, the gradient in chunks, or both, from statistics of parts of rows.
+
+    operands: the maximum and the sum of each part, with label smoothing also of its logits if the losses are computed,
+        (rows, parts); and the arguments of `cross_entropy_forward`. The parts need not be the chunks.
+    """
+    rows, parts = operands["part_maximum"].shape
+    with_gradient, added = "gradient" in outputs, functools.partial(functools.reduce, jnp.add)
+
+    def compute(block, refs):
+        row, chunk = row_and_part(block, chunks.parts, reversed_rows=rows) if with_gradient else (block, jnp.int32(0))
+        token = terms.token(refs["labels"][row], weight_of(lambda ref: ref[row], refs.get("weights")))
+        maxima, totals, *sums = (
+            [refs[kind][row, i] for i in range(parts)]
+            for kind in ("part_maximum", "part_total", "part_logits")
+            if kind in refs
+        )
+        maximum = functools.reduce(jnp.maximum, maxima)
+        total = added([each * jnp.exp(own - maximum) for each, own in zip(totals, maxima, strict=True)])
+        if "loss" in refs:
+            target = refs["logits"][row, token.label].astype(jnp.float32)
+
+            @pl.when(chunk == 0)
+            def _():
+                refs["loss"][row] = terms.loss(token, maximum, total, target, added(sums[0]) if sums else None)
+                refs["maximum"][row], refs["total"][row] = maximum, total
+
+        if with_gradient:
+            slope = terms.slope(maximum, total, token)
+            write_gradient(refs["logits"].at[row], refs["gradient"].at[row], chunks, chunk, slope, token.label)
+
+    return row_kernel(
+        compute,
+        operands,
+        outputs,
+        name=name,
+        rows=rows * (chunks.parts if with_gradient else 1),
+    )
+
+
+def write_gradient(
+    logits_row: Any, gradient_row: Any, chunks: RowChunks, part: jax.Array, slope: Slope, label: jax.Array
+) -> None:
+    """Writes the gradient of one part of a row, given as references."""
+
+    def differentiate(columns, segments):
+        values, place = to_float32(load_row(logits_row.at[columns], segments)), label - columns.start
+        gradient = map_row(lambda v, c: slope(v, c == place), values, row_columns(segments))
+        store_row(gradient_row.at[columns], gradient, segments)
+
+    chunks.at(part, differentiate)
+
+
+def scale_in_place(gradient: jax.Array, factor: jax.Array) -> jax.Array:
+    """Multiplies the gradient by the factor in place; a factor of 1 leaves the memory untouched.
+
+    gradient: (rows, vocabulary). factor: a float32 scalar. It is 1 wherever the loss itself is differentiated; then
+    this launch takes 2 µs, where `gradient * factor` would read and write gigabytes.
+    """
+    if jax.typeof(gradient).manual_axis_type.varying:
+        # Under jax.shard_map(check_vma=True), jax 0.11.2 accepts no references. XLA's branch also works in place, but
+        # the host waits for the factor.
+        multiply = lambda values: (values.astype(jnp.float32) * factor).astype(values.dtype)  # noqa: E731
+        return lax.cond(factor == 1, lambda values: values, multiply, gradient)
+    rows, vocabulary = gradient.shape
+    chunks = RowChunks.make(vocabulary, gradient.dtype.itemsize, _CHUNK)
+    blocks = min(rows, target_device().core_count * _SCALE_BLOCKS_PER_CORE)
+
+    def cross_entropy_scale(factor_ref, gradient_ref):
+        factor = factor_ref[0]
+
+        @pl.when(factor != 1.0)
+        def _():
+            @pl.loop(lax.axis_index("block"), rows, step=blocks)
+            def _(i):
+                row = gradient_ref.at[rows - 1 - i]  # the gradient's last rows are in the L2 cache
+
+                def multiply(columns, segments):
+                    values = to_float32(load_row(row.at[columns], segments))
+                    if segments[-1].repeated:  # no thread may write a column that another has yet to read
+                        plgpu.commit_smem()
+                    store_row(row.at[columns], map_row(lambda v: v * factor, values), segments)
+
+                chunks.each(multiply)
+
+    scale = settings.kernel(
+        cross_entropy_scale,
+        grid=(blocks,),
+        grid_names=("block",),
+        compiler_params=compiler_params(gradient.dtype),
+    )
+
+    @in_place
+    def scaled(factor, gradient):
+        ref = jax.new_ref(gradient)
+        scale(factor, ref)
+        return jax.freeze(ref)
+
+    return scaled(factor.reshape(1), gradient)

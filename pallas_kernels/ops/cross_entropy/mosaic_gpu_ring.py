@@ -32,11 +32,12 @@ from jax import lax
 from pallas_kernels.ops.cross_entropy.config import ForwardConfig, RowPlan
 from pallas_kernels.ops.cross_entropy.formula import Exponential, Slope, Terms, weight_of
 from pallas_kernels.ops.cross_entropy.ring import Pieces, Ring, RingRow
-from pallas_kernels.primitives import settings
+from pallas_kernels.primitives.barriers import meet
 from pallas_kernels.primitives.exponents import LOWEST_LOGIT
-from pallas_kernels.primitives.platform import target_device, varying_like
+from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.row_kernel import compiler_params
 from pallas_kernels.primitives.rows import ACCESS_BYTES, THREADS, WARPS, RowValues, sum_of
+from pallas_kernels.primitives.settings import named_kernel
 
 
 def ring_kernel(
@@ -49,31 +50,23 @@ def ring_kernel(
     blocks = min(rows, target_device().core_count)
     vector = ACCESS_BYTES // dtype.itemsize
     in_accesses = jax.ShapeDtypeStruct((rows, plan.accesses, vector), dtype)
-    inputs = operands | {"logits": logits.reshape(in_accesses.shape)}
-    out_types = outputs | {"gradient": in_accesses}
     scratch = {
         "buffers": plgpu.SMEM((warpgroups, config.slots, plan.chunk, vector), dtype),
         "lines": plgpu.SMEM((2, 4, warpgroups, WARPS), jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups * config.slots),
         "met": plgpu.Barrier(num_arrivals=warpgroups),
     }
-    names = (*inputs, *out_types, *scratch)
-
-    def cross_entropy_ring(*references):
-        refs = dict(zip(names, references, strict=True))
-        _rows_of_warpgroup(refs, plan=plan, terms=terms, slots=config.slots, stride=blocks)
-
-    results = settings.kernel(
-        cross_entropy_ring,
-        out_type=tuple(out_types.values()),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
-        scratch_types=tuple(scratch.values()),
+    body = functools.partial(_rows_of_warpgroup, plan=plan, terms=terms, slots=config.slots, stride=blocks)
+    found = named_kernel(
+        body,
+        operands | {"logits": logits.reshape(in_accesses.shape)},
+        outputs | {"gradient": in_accesses},
+        scratch,
+        name="cross_entropy_ring",
+        grid={"block": blocks},
+        warpgroups=warpgroups,
         compiler_params=compiler_params(dtype, reduction_scratch_bytes=512),
-    )(*inputs.values())
-    found = {k: varying_like(v, *operands.values()) for k, v in zip(out_types, results, strict=True)}
+    )
     return found | {"gradient": found["gradient"].reshape(logits.shape)}
 
 
@@ -276,9 +269,7 @@ class Exchange:
     def join(self, seen: ThreadSums, turn: jax.Array) -> RowSums:
         """Returns the row's sums once all warpgroups have arrived. turn: a slot that no warpgroup still reads."""
         self._put(seen, turn)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.met)
-        plgpu.barrier_wait(self.met)
+        meet(self.met)
         return self._joined(turn)
 
     def _put(self, seen: ThreadSums, turn: jax.Array) -> None:

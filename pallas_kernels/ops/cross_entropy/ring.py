@@ -15,9 +15,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.cross_entropy.config import WARP_LANES, RowPlan
+from pallas_kernels.ops.cross_entropy.config import RowPlan
 from pallas_kernels.primitives.platform import is_interpreted
-from pallas_kernels.primitives.rows import THREADS, WARPS, RowValues
+from pallas_kernels.primitives.rows import THREADS, WARP_LANES, WARPS, RowValues
 
 
 @dataclass(frozen=True, kw_only=True)

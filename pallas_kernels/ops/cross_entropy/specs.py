@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ops.cross_entropy.api import cross_entropy
 from pallas_kernels.ops.cross_entropy.formula import Terms
-from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import cross_entropy_backward
+from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_backward
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference
 from pallas_kernels.spec_builders import array_call, calls, traffic
 from pallas_kernels.specs import Arguments, ArraySpec, OpSpec

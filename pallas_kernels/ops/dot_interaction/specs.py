@@ -7,9 +7,8 @@ import math
 import jax.numpy as jnp
 
 from pallas_kernels.ops.dot_interaction.api import dot_interaction
-from pallas_kernels.ops.dot_interaction.mosaic_gpu import dot_interaction_backward
+from pallas_kernels.ops.dot_interaction.mosaic_gpu import Triangle, dot_interaction_backward
 from pallas_kernels.ops.dot_interaction.reference import dot_interaction_reference
-from pallas_kernels.ops.dot_interaction.triangle import Triangle
 from pallas_kernels.spec_builders import array_call, backward_passes, calls, gradients_of, traffic
 from pallas_kernels.specs import Arguments, OpSpec
 
@@ -36,7 +35,8 @@ def _flops(arguments: Arguments, phase: str) -> int:
 def _backward(*, features, self_interaction=False, cotangents):
     samples = features.reshape(-1, *features.shape[-2:])
     dy = cotangents[0].reshape(samples.shape[0], -1)
-    return (dot_interaction_backward(samples, dy, has_diagonal=self_interaction).reshape(features.shape),)
+    (dx,) = dot_interaction_backward(samples, dy, has_diagonal=self_interaction)
+    return (dx.reshape(features.shape),)
 
 
 DOT_INTERACTION = OpSpec(

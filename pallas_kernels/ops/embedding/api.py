@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from pallas_kernels.ops.embedding.mosaic_gpu_vjp import table_gradient
 from pallas_kernels.ops.embedding.reference import embedding_reference, gather_rows
 from pallas_kernels.primitives.checks import as_arrays, as_int32, check_lookup, check_width
 from pallas_kernels.primitives.dimensions import shares
+from pallas_kernels.primitives.gradients import with_backward
 from pallas_kernels.primitives.platform import MOSAIC_DTYPES, dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
 from pallas_kernels.primitives.settings import operation
@@ -94,9 +94,13 @@ def embedding(
     chosen = choose("embedding", implementation, support, preferred=("mosaic",) if is_best else ())
     if chosen == "xla" or table.size == 0 or ids.size == 0:
         return embedding_reference(table, ids, mode=mode, dtype=out_dtype)
-    lookup = Lookup(rows=table.shape[0], table_dtype=table.dtype, mode=mode, dtype=out_dtype)
-    y: jax.Array = _embedding_mosaic(lookup, *varying_alike((table, ids)))  # pyright: ignore
-    return y
+    backward = partial(embedding_backward, rows=table.shape[0], dtype=table.dtype, mode=mode)
+    lookup = with_backward(
+        lambda table, ids: gather_rows(table, ids, mode).astype(out_dtype),
+        lambda ids, dy: (backward(ids, dy), None),
+        saves=lambda table, ids: (ids,),
+    )
+    return lookup(*varying_alike((table, ids)))
 
 
 def mosaic_unsupported(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> str | None:
@@ -124,35 +128,15 @@ def _dtype(table: jax.Array, dtype: DTypeLike | None) -> jnp.dtype:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lookup:
-    """What the gradient needs to know of a call besides the indices."""
-
-    rows: int
-    table_dtype: jnp.dtype
-    mode: str
-    dtype: jnp.dtype
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _embedding_mosaic(lookup: Lookup, table: jax.Array, ids: jax.Array) -> jax.Array:
-    return gather_rows(table, ids, lookup.mode).astype(lookup.dtype)
-
-
-def _mosaic_fwd(lookup, table, ids):
-    return _embedding_mosaic(lookup, table, ids), ids
-
-
-def embedding_backward(lookup, ids, dy):
-    """Computes the gradients of table and ids (None) by the kernels."""
-    rows = lookup.rows
-    if lookup.mode == "clip":
+def embedding_backward(ids: jax.Array, dy: jax.Array, *, rows: int, dtype: DTypeLike, mode: str) -> jax.Array:
+    """Computes the gradient of a table of `rows` rows and dtype `dtype`, by the kernels."""
+    if mode == "clip":
         ids = jnp.clip(ids, 0, rows - 1)
     else:
         ids = jnp.where(ids < 0, ids + rows, ids)
         ids = jnp.where((ids < 0) | (ids >= rows), rows, ids)
     gradient = one_hot_gradient if is_product(rows, dy.dtype.itemsize) else table_gradient
-    return gradient(dy.reshape(-1, dy.shape[-1]), ids.reshape(-1), rows, lookup.table_dtype), None
+    return gradient(dy.reshape(-1, dy.shape[-1]), ids.reshape(-1), rows, dtype)
 
 
 def one_hot_gradient(dy: jax.Array, ids: jax.Array, rows: int, dtype: DTypeLike) -> jax.Array:
@@ -160,6 +144,3 @@ def one_hot_gradient(dy: jax.Array, ids: jax.Array, rows: int, dtype: DTypeLike)
     one_hot = jax.nn.one_hot(ids, rows, dtype=dy.dtype)
     precision = {"precision": "highest", "preferred_element_type": jnp.float32}
     return lax.dot_general(one_hot, dy, (((0,), (0,)), ((), ())), **precision).astype(dtype)
-
-
-_embedding_mosaic.defvjp(_mosaic_fwd, embedding_backward)

@@ -15,18 +15,14 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.ops.embedding.config import EmbeddingConfig, Strips, default_config
-from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.elementwise import COMPILER_PARAMS
 from pallas_kernels.primitives.rows import RowValues, load_row, map_row, store_row, to_float32, zeros_row
-
-_COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
-"""No automatic barriers: the kernels read nothing that they write."""
+from pallas_kernels.primitives.settings import named_kernel
 
 
 def table_gradient(
@@ -83,29 +79,30 @@ def _section_sums(
     pieces = 2 * pl.cdiv(entries, config.section)
     add_rows = functools.partial(_add_rows, strips, config.bytes_at_once)
 
-    def embedding_section_sums(dy_ref, ids_ref, order_ref, bounds_ref, sums_ref):
+    def body(refs: dict[str, Any]) -> None:
         block = lax.axis_index("block")
         piece, columns = lax.div(block, strips.count), strips.columns(lax.rem(block, strips.count))
         first, is_last = lax.div(piece, 2) * config.section, lax.rem(piece, 2) == 1
         stop = jnp.minimum(first + config.section, entries)
-        row = ids_ref[jnp.where(is_last, stop - 1, first)]
+        row = refs["ids"][jnp.where(is_last, stop - 1, first)]
         inside = jnp.minimum(row, rows - 1)
-        begin, end = bounds_ref[2 * inside], bounds_ref[2 * inside + 1]
+        begin, end = refs["bounds"][2 * inside], refs["bounds"][2 * inside + 1]
 
         @pl.when((row < rows) & _crosses(begin, end, config.section) & ((begin > first) | ~is_last))
         def _():
             own = jnp.maximum(begin, first), jnp.minimum(end, stop)
-            sums = add_rows(zeros_row(strips.segments), dy_ref, columns, *own, lambda place: order_ref[place])
-            store_row(sums_ref.at[piece, columns], sums, strips.segments)
+            sums = add_rows(zeros_row(strips.segments), refs["dy"], columns, *own, lambda place: refs["order"][place])
+            store_row(refs["sums"].at[piece, columns], sums, strips.segments)
 
-    sums = settings.kernel(
-        embedding_section_sums,
-        out_type=jax.ShapeDtypeStruct((pieces, features), jnp.float32),
-        grid=(pieces * strips.count,),
-        grid_names=("block",),
-        compiler_params=_COMPILER_PARAMS,
-    )(dy, sorted_ids, order, bounds)
-    return varying_like(sums, dy, sorted_ids)
+    found = named_kernel(
+        body,
+        {"dy": dy, "ids": sorted_ids, "order": order, "bounds": bounds},
+        {"sums": jax.ShapeDtypeStruct((pieces, features), jnp.float32)},
+        name="embedding_section_sums",
+        grid={"block": pieces * strips.count},
+        compiler_params=COMPILER_PARAMS,
+    )
+    return found["sums"]
 
 
 def _row_sums(
@@ -121,7 +118,7 @@ def _row_sums(
     strips = Strips.make(features, dy.dtype.itemsize, config.columns)
     add_rows = functools.partial(_add_rows, strips, config.bytes_at_once)
 
-    def embedding_row_sums(dy_ref, order_ref, bounds_ref, pieces_ref, table_ref):
+    def body(refs: dict[str, Any]) -> None:
         block = lax.axis_index("block")
         columns = strips.columns(lax.rem(block, strips.count))
         first_row = jnp.minimum(lax.div(block, strips.count) * config.rows, rows - config.rows)
@@ -129,7 +126,7 @@ def _row_sums(
         @pl.loop(0, config.rows)
         def _(i):
             row = first_row + i
-            begin, end = bounds_ref[2 * row], bounds_ref[2 * row + 1]
+            begin, end = refs["bounds"][2 * row], refs["bounds"][2 * row + 1]
             crosses = _crosses(begin, end, config.section)
 
             def piece_of(section):
@@ -138,20 +135,21 @@ def _row_sums(
 
             sums = zeros_row(strips.segments)
             own = begin, jnp.where(crosses, begin, end)
-            sums = add_rows(sums, dy_ref, columns, *own, lambda place: order_ref[place])
+            sums = add_rows(sums, refs["dy"], columns, *own, lambda place: refs["order"][place])
             first, stop = lax.div(begin, config.section), lax.div(end + (config.section - 1), config.section)
             own = first, jnp.where(crosses, stop, first)
-            sums = add_rows(sums, pieces_ref, columns, *own, piece_of)
-            store_row(table_ref.at[row, columns], sums, strips.segments)
+            sums = add_rows(sums, refs["pieces"], columns, *own, piece_of)
+            store_row(refs["table"].at[row, columns], sums, strips.segments)
 
-    table = settings.kernel(
-        embedding_row_sums,
-        out_type=jax.ShapeDtypeStruct((rows, features), dtype),
-        grid=(pl.cdiv(rows, config.rows) * strips.count,),
-        grid_names=("block",),
-        compiler_params=_COMPILER_PARAMS,
-    )(dy, order, bounds, pieces)
-    return varying_like(table, dy, order)
+    found = named_kernel(
+        body,
+        {"dy": dy, "order": order, "bounds": bounds, "pieces": pieces},
+        {"table": jax.ShapeDtypeStruct((rows, features), dtype)},
+        name="embedding_row_sums",
+        grid={"block": pl.cdiv(rows, config.rows) * strips.count},
+        compiler_params=COMPILER_PARAMS,
+    )
+    return found["table"]
 
 
 def _crosses(begin: jax.Array, end: jax.Array, section: int) -> jax.Array:

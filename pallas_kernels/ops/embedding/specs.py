@@ -6,7 +6,7 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_kernels.ops.embedding.api import Lookup, embedding, embedding_backward
+from pallas_kernels.ops.embedding.api import embedding, embedding_backward
 from pallas_kernels.ops.embedding.reference import embedding_reference
 from pallas_kernels.spec_builders import arg_spec, backward_passes, call_name, calls, gradients_of, traffic
 from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, OpSpec
@@ -38,8 +38,7 @@ def _row_bytes(arguments: Arguments) -> int:
 
 
 def _backward(*, table, ids, mode, cotangents):
-    lookup = Lookup(rows=table.shape[0], table_dtype=table.dtype, mode=mode, dtype=table.dtype)
-    return embedding_backward(lookup, ids, *cotangents)[:1]
+    return (embedding_backward(ids, *cotangents, rows=table.shape[0], dtype=table.dtype, mode=mode),)
 
 
 EMBEDDING = OpSpec(

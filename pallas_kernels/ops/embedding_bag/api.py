@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.primitives.checks import as_arrays, as_int32, check_lookup, optional_arrays
+from pallas_kernels.primitives.checks import as_arrays, as_int32, check_floating, check_lookup, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.settings import operation
 
@@ -71,8 +71,7 @@ def _check(indices: jax.Array, weights: jax.Array | None, mode: str) -> None:
         return
     if mode == "mean":
         raise ValueError("embedding_bag: weights need mode='sum'; divide them by their sum for a weighted mean.")
-    if not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise TypeError(f"embedding_bag: weights must be floating, got {weights.dtype.name}; cast them first.")
+    check_floating("embedding_bag", weights=weights)
     if weights.shape != indices.shape:
         raise ValueError(
             f"embedding_bag: weights must have the shape of indices, {indices.shape}, got {weights.shape}."

@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_mosaic
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 from pallas_kernels.primitives.activations import get_activation
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays
+from pallas_kernels.primitives.checks import as_arrays, check_floating, check_like, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
@@ -63,7 +62,12 @@ def gated_activation(
     (gate,) = as_arrays("gated_activation", gate=gate)
     (up,) = optional_arrays("gated_activation", up=up)
     function = get_activation("gated_activation", activation)
-    _check(gate, up)
+    check_floating("gated_activation", gate=gate)
+    check_like("gated_activation", "up", up, "gate", gate)
+    if up is None and (gate.ndim == 0 or gate.shape[-1] % 2):
+        raise ValueError(
+            f"gated_activation: without up, gate's last axis must hold gate and up, an even length, got {gate.shape}."
+        )
     support = {"mosaic": partial(mosaic_unsupported, gate, up), "xla": lambda: None}
     chosen = choose("gated_activation", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or gate.size == 0:
@@ -85,17 +89,3 @@ def mosaic_unsupported(gate: jax.Array, up: jax.Array | None) -> str | None:
     features = gate.shape[-1] // 2 if up is None else gate.size
     rows = gate.size // max(1, 2 * features) if up is None else 1
     return elementwise_unsupported(rows, features) or mosaic_gpu_unsupported()
-
-
-def _check(gate: jax.Array, up: jax.Array | None) -> None:
-    if not jnp.issubdtype(gate.dtype, jnp.floating):
-        raise TypeError(f"gated_activation: gate must be floating, got {gate.dtype.name}; cast it first.")
-    if up is None and (gate.ndim == 0 or gate.shape[-1] % 2):
-        raise ValueError(
-            f"gated_activation: without up, gate's last axis must hold gate and up, an even length, got {gate.shape}."
-        )
-    if up is not None and (up.shape, up.dtype) != (gate.shape, gate.dtype):
-        raise ValueError(
-            f"gated_activation: up must be like gate, {gate.dtype.name}{list(gate.shape)}, got "
-            f"{up.dtype.name}{list(up.shape)}; broadcast or cast it first."
-        )

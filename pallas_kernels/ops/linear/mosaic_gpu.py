@@ -9,7 +9,7 @@ import jax
 
 from pallas_kernels.ops._products.layer import Layer, LayerArrays
 from pallas_kernels.ops._products.product import Config, bias_gradient, product, product_gradients
-from pallas_kernels.ops.bias_activation.mosaic_gpu_vjp import bias_activation_backward
+from pallas_kernels.ops.bias_activation.mosaic_gpu import bias_activation_backward
 from pallas_kernels.ops.linear.config import tuned_config, tuned_key
 from pallas_kernels.ops.linear.reference import layer_reference
 from pallas_kernels.primitives.activations import Activation

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
 from pallas_kernels.ops._products.checks import check_operands, check_weight
@@ -26,7 +25,7 @@ from pallas_kernels.ops.cross_entropy.api import (
     plain_labels,
 )
 from pallas_kernels.ops.cross_entropy.formula import Terms
-from pallas_kernels.ops.cross_entropy.mosaic_gpu_vjp import scale_in_place
+from pallas_kernels.ops.cross_entropy.mosaic_gpu import scale_in_place
 from pallas_kernels.ops.linear.reference import linear_reference
 from pallas_kernels.ops.linear_cross_entropy.config import (
     columns_for,
@@ -36,7 +35,6 @@ from pallas_kernels.ops.linear_cross_entropy.config import (
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import Statistics, logits_statistics
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu_vjp import gradients
 from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
-from pallas_kernels.ops.linear_cross_entropy.slopes import RowSlopes
 from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import COLUMNS, FEWEST_OUTPUTS, operands_unsupported
@@ -44,6 +42,12 @@ from pallas_kernels.primitives.hopper import TMA_ROWS
 from pallas_kernels.primitives.odd_sizes import MATRICES, matmul, padding_of
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import operation
+from pallas_kernels.specs import Static
+
+Arrays = tuple[jax.Array, jax.Array, jax.Array]
+"""Hidden states, weights and labels."""
+Wants = tuple[bool, bool]
+"""Whether the gradients of hidden states and weights are wanted."""
 
 
 def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Array:
@@ -71,9 +75,7 @@ def linear_cross_entropy(
         lse = logsumexp(logits, axis=-1)
         loss = lse - (1 - label_smoothing) * logits[labels] - label_smoothing * mean(logits, -1) + z_loss * lse**2
 
-    The loss is 0 for the label `ignore_index`. Another label outside the vocabulary gives NaN and a gradient of zero.
-    Without an `ignore_index` it is a row of zeros instead, as `jax.nn.one_hot` makes it, and its loss is the smoothing
-    and the squared lse alone. Labels have no gradient.
+    Labels that are ignored or outside the vocabulary count as in `cross_entropy`. Labels have no gradient.
 
     Work and memory of "mosaic", besides arguments and results:
 
@@ -91,10 +93,7 @@ def linear_cross_entropy(
         w: (features, vocabulary), of hidden's dtype. Pass an embedding table (vocabulary, features) as `table.T`; XLA
             copies it.
         labels: (...), integers of any width, `0 <= label < vocabulary` or `ignore_index`.
-        ignore_index: the label of tokens that do not count, a Python integer; or None.
-        label_smoothing: the share of the target spread evenly over the vocabulary, a Python number from 0 to 1.
-        z_loss: the weight of the squared lse, which keeps logits from drifting, a Python number.
-        reduction: "none", "sum", or "mean" over the tokens that count (0 if none does).
+        ignore_index, label_smoothing, z_loss, reduction: as in `cross_entropy`.
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features must be a
             multiple of 64, and the vocabulary at least 128. If the vocabulary is no multiple of 64, w is copied with
@@ -164,7 +163,6 @@ def _kernel(
 ) -> jax.Array:
     rows = labels.size
     hidden, flat_labels = hidden.reshape(rows, -1), labels.reshape(rows)
-    hidden, w, flat_labels = varying_alike((hidden, w, flat_labels))
     vocabulary = w.shape[1]
     flat_labels = plain_labels(flat_labels, vocabulary, options["ignore_index"])
     w = _with_columns(w, columns_for(vocabulary))
@@ -209,50 +207,44 @@ class Call:
         """Returns the labels, with a valid token in place of those outside the vocabulary."""
         return self.terms.token(labels, 1.0).label
 
+    def gradients(self, arrays: Arrays, statistics: Statistics, weights: jax.Array, wants: Wants, *kept: Any) -> Any:
+        """Returns those gradients of hidden and w that are wanted. weights: of the losses. kept: the logits, if any."""
+        hidden, w, labels = arrays
+        token = self.terms.token(labels, jnp.broadcast_to(weights, labels.shape))
+        slopes = statistics.slope(self.terms, token), token.label
+        return gradients(hidden, w, slopes, *kept, vocabulary=self.terms.vocabulary, wants=wants)
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss_mosaic(call: Call, hidden: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
     """Returns (rows,) losses, or their sum or mean. hidden: (rows, features), whole groups of rows. labels: int32."""
-    return _loss(call, hidden, w, labels)[0]
+    return _loss(call, (hidden, w, labels))[0]
 
 
 # Under jit, so that they are compiled as wholes even if the caller does not use jit.
 
 
 @partial(jax.jit, static_argnums=0)
-def _loss(call: Call, hidden: jax.Array, w: jax.Array, labels: jax.Array) -> tuple[jax.Array, Statistics]:
+def _loss(call: Call, arrays: Arrays) -> tuple[jax.Array, Statistics]:
+    hidden, w, labels = arrays
     statistics, _ = logits_statistics(hidden, w, call.labels_in_range(labels), terms=call.terms)
     return call.result(statistics, labels), statistics
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("wants_hidden", "wants_w"))
-def loss_and_gradients(
-    call: Call, hidden: jax.Array, w: jax.Array, labels: jax.Array, *, wants_hidden: bool = True, wants_w: bool = True
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns (sum or mean, dhidden, dw), with None for a gradient that is not wanted.
-
-    hidden: (rows, features), whole groups of rows. labels: (rows,) int32.
-    """
-    keeps = wants_w and hidden.shape[0] <= hidden.shape[1]  # in the memory of w's gradient
+@partial(jax.jit, static_argnums=(0, 2))
+def _loss_and_gradients(call: Call, arrays: Arrays, wants: Wants) -> tuple[jax.Array, Any]:
+    hidden, w, labels = arrays
+    keeps = wants[1] and hidden.shape[0] <= hidden.shape[1]  # in the memory of w's gradient
     statistics, logits = logits_statistics(
         hidden, w, call.labels_in_range(labels), terms=call.terms, keeps_logits=keeps
     )
-    slopes = _slopes(call, statistics, labels, call.weight(labels))
-    dhidden, dw = gradients(
-        hidden,
-        w,
-        slopes,
-        logits,
-        vocabulary=call.terms.vocabulary,
-        wants_hidden=wants_hidden,
-        wants_w=wants_w,
-    )
-    return call.result(statistics, labels), dhidden, dw
+    return call.result(statistics, labels), call.gradients(arrays, statistics, call.weight(labels), wants, logits)
 
 
-def _slopes(call: Call, statistics: Statistics, labels: jax.Array, weights: jax.Array) -> RowSlopes:
-    token = call.terms.token(labels, jnp.broadcast_to(weights, labels.shape))
-    return statistics.slope(call.terms, token), token.label
+@partial(jax.jit, static_argnums=(0, 4))
+def _gradients(call: Call, arrays: Arrays, statistics: Statistics, cotangent: jax.Array, wants: Wants) -> Any:
+    weights = cotangent if call.reduction == "none" else cotangent * call.weight(arrays[2])
+    return call.gradients(arrays, statistics, weights, wants)
 
 
 def _keeps_gradients(reduction: Reduction, dtype: jnp.dtype) -> bool:
@@ -260,41 +252,21 @@ def _keeps_gradients(reduction: Reduction, dtype: jnp.dtype) -> bool:
     return reduction != "none" and dtype != jnp.float16
 
 
-def _mosaic_fwd(call, hidden, w, labels):
-    wants = (hidden.perturbed, w.perturbed)
-    hidden, w, labels = hidden.value, w.value, labels.value
-    if _keeps_gradients(call.reduction, hidden.dtype):
-        loss, dhidden, dw = loss_and_gradients(call, hidden, w, labels, wants_hidden=wants[0], wants_w=wants[1])
-        return loss, ((dhidden, dw), None)
-    loss, statistics = _loss(call, hidden, w, labels)
-    # An empty array marks a wanted gradient, None an unwanted one. Transformations preserve this.
-    marks = tuple(jnp.zeros(0) if wanted else None for wanted in wants)
-    return loss, (None, (hidden, w, labels, statistics, marks))
+def _mosaic_fwd(call, *arrays):
+    wants, arrays = tuple(each.perturbed for each in arrays[:2]), tuple(each.value for each in arrays)
+    if _keeps_gradients(call.reduction, arrays[0].dtype):
+        loss, written = _loss_and_gradients(call, arrays, wants)
+        return loss, (written, None)
+    loss, statistics = _loss(call, arrays)
+    return loss, (None, (arrays, statistics, Static(wants)))
 
 
 def _mosaic_bwd(call, saved, cotangent):
     written, inputs = saved
-    if isinstance(cotangent, SymbolicZero):
-        return None, None, None
     if written is not None:
         return *(None if array is None else _scaled(array, cotangent) for array in written), None
-    *arrays, marks = inputs
-    wanted = [mark is not None for mark in marks]
-    return *_gradients(call, *arrays, cotangent, wants_hidden=wanted[0], wants_w=wanted[1]), None
-
-
-@partial(jax.jit, static_argnums=0, static_argnames=("wants_hidden", "wants_w"))
-def _gradients(call, hidden, w, labels, statistics, cotangent, *, wants_hidden, wants_w):
-    weights = cotangent if call.reduction == "none" else cotangent * call.weight(labels)
-    return gradients(
-        hidden,
-        w,
-        _slopes(call, statistics, labels, weights),
-        None,
-        vocabulary=call.terms.vocabulary,
-        wants_hidden=wants_hidden,
-        wants_w=wants_w,
-    )
+    arrays, statistics, wants = inputs
+    return *_gradients(call, arrays, statistics, cotangent, wants.value), None
 
 
 def _scaled(gradient: jax.Array, factor: jax.Array) -> jax.Array:

@@ -13,38 +13,48 @@ is in memory but dw.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ops.cross_entropy.formula import Slope
+from pallas_kernels.ops.cross_entropy.mosaic_gpu import write_gradient
 from pallas_kernels.ops.linear_cross_entropy.config import CHUNK_UNIT, chunk_bounds, default_chunk
-from pallas_kernels.ops.linear_cross_entropy.launch import TileStore, problem_of, product_kernel
-from pallas_kernels.ops.linear_cross_entropy.slopes import RowSlopes, chunk_gradients, is_checked
+from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import TileStore, load_rows, problem_of, product_kernel, spread
 from pallas_kernels.primitives.gemm.config import choose_config
+from pallas_kernels.primitives.gemm.operands import padded_vector
 from pallas_kernels.primitives.gemm.store import Pieces
-from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.row_kernel import RowChunks, compiler_params
+from pallas_kernels.primitives.settings import named_kernel
+
+_COLUMNS = 8192
+"""Columns per block in the kernel that turns kept logits into gradients."""
+RowSlopes = tuple[Slope, Any]
+"""Slopes of rows, of `BINARY` exponentials, and their labels: (rows,) arrays, or references to them in a kernel."""
 
 
 def gradients(
     hidden: jax.Array,
     w: jax.Array,
     slopes: RowSlopes,
-    logits: jax.Array | None,
+    logits: jax.Array | None = None,
     *,
     vocabulary: int,
-    wants_hidden: bool,
-    wants_w: bool,
+    wants: tuple[bool, bool],
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns (dhidden, dw), with None for a gradient that is not wanted.
 
     hidden, w: as `mosaic_gpu.logits_statistics` takes them. logits: from there, if they were kept. vocabulary: how
     many columns of w count.
     """
-    dhidden, dw = None, logits
+    dhidden, dw, (wants_hidden, wants_w) = None, logits, wants
     chunk = default_chunk(w.shape[1], w.shape[0])
     bounds = chunk_bounds(w.shape[1], chunk)
     for start, width in bounds:
@@ -78,7 +88,7 @@ def _add_to_hidden(d, w, dhidden, first, *, is_only) -> jax.Array:
         output = outputs[0] if is_apart else extras["sums"]
         return TileStore(pieces=Pieces.of(problem), output=output, buffer=buffer, adds=not is_apart)
 
-    outputs = product_kernel(
+    (result,) = product_kernel(
         problem,
         d,
         w,
@@ -90,10 +100,7 @@ def _add_to_hidden(d, w, dhidden, first, *, is_only) -> jax.Array:
         buffer_dtype=dtype,
         view_b=lambda ref, extras: ref.at[:, pl.ds(extras["first"][0] * CHUNK_UNIT, width)],
     )
-    if not is_apart:
-        return outputs[0]
-    result = varying_like(outputs[0], d, w)
-    return result if dhidden is None else dhidden + result
+    return dhidden + result if is_apart and dhidden is not None else result
 
 
 @partial(jax.jit, static_argnames=("chunk",))
@@ -116,7 +123,7 @@ def _put_into_w(hidden, d, w, dw, first, *, chunk) -> jax.Array:
     def make_store(extras, outputs, buffer):
         return TileStore(pieces=Pieces.of(problem), output=place(extras, outputs), buffer=buffer)
 
-    outputs = product_kernel(
+    (result,) = product_kernel(
         problem,
         hidden,
         d,
@@ -127,9 +134,83 @@ def _put_into_w(hidden, d, w, dw, first, *, chunk) -> jax.Array:
         out_type=[] if is_changed else [jax.ShapeDtypeStruct(shape, d.dtype)],
         buffer_dtype=d.dtype,
     )
-    if is_changed:
-        return outputs[0]
-    result = varying_like(outputs[0], hidden, d)
-    if dw is None:
+    if not is_apart or dw is None:
         return result
     return lax.dynamic_update_slice(dw, result, (0, first[0] * CHUNK_UNIT))
+
+
+def loaded(slopes: RowSlopes, read: Callable[[Any], Any]) -> RowSlopes:
+    """Applies `read` to each reference."""
+    slope, label = slopes
+    everywhere = jax.tree.map(read, slope.everywhere)
+    slope = jax.tree.map(read, replace(slope, everywhere=None))
+    return replace(slope, everywhere=everywhere), read(label)
+
+
+def is_checked(*arrays: jax.Array) -> bool:
+    """Whether the trace is under jax.shard_map(check_vma=True), where jax 0.11.2 accepts no references."""
+    return any(jax.typeof(array).manual_axis_type.varying for array in arrays)
+
+
+@partial(jax.jit, static_argnames=("width",))
+def chunk_gradients(hidden, w, slopes, logits, first, *, width) -> jax.Array:
+    """Computes the gradients of a chunk's logits, (rows, width). logits: as they were kept, or None."""
+    if logits is None:
+        return _from_products(hidden, w, slopes, first, width)
+    return _from_logits(logits, slopes, hidden.shape[0], first, width)
+
+
+def _from_logits(logits, slopes, rows, first, width) -> jax.Array:
+    """Computes the gradients of kept logits in one pass."""
+    cut = RowChunks.make(width, logits.dtype.itemsize, _COLUMNS)
+
+    def body(refs: dict[str, Any]) -> None:
+        row, part = lax.axis_index("row"), lax.axis_index("part")
+        start = refs["first"][0] * CHUNK_UNIT
+        slope, label = loaded(refs["slopes"], lambda ref: ref[row])
+        columns = refs["logits"].at[row, pl.ds(start, width)]
+        write_gradient(columns, refs["d"].at[row], cut, part, slope, label - start)
+
+    found = named_kernel(
+        body,
+        {"logits": logits, "slopes": slopes, "first": first},
+        {"d": jax.ShapeDtypeStruct((rows, width), logits.dtype)},
+        name="linear_cross_entropy_slopes",
+        grid={"row": rows, "part": cut.parts},
+        compiler_params=compiler_params(logits.dtype),
+    )
+    return found["d"]
+
+
+def _from_products(hidden, w, slopes, first, width) -> jax.Array:
+    """Computes the gradients of logits that are computed again."""
+    (rows, features), dtype = hidden.shape, hidden.dtype
+    config = choose_config(rows, w.shape[1])
+    problem = problem_of(rows, width, features, dtype, config, stored_bytes=dtype.itemsize)
+    pieces = Pieces.of(problem)
+    slopes = jax.tree.map(lambda array: padded_vector(array, problem.rows), slopes)
+
+    def make_store(extras, outputs, buffer):
+        first_column = extras["first"][0] * CHUNK_UNIT
+
+        def gradients(logits, row, column):
+            shape = (pieces.rows, pieces.columns)
+            slope, label = loaded(extras["slopes"], lambda ref: spread(load_rows(ref, row, shape[0]), shape[1]))
+            columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+            label = label - (first_column + column)
+            return lambda start: slope(logits[:, start : start + shape[1]], columns == label - start)
+
+        return TileStore(pieces=pieces, output=outputs[0], buffer=buffer, results=gradients)
+
+    (d,) = product_kernel(
+        problem,
+        hidden,
+        w,
+        name="linear_cross_entropy_gradient",
+        make_store=make_store,
+        extras={"slopes": slopes, "first": first},
+        out_type=[jax.ShapeDtypeStruct((rows, width), dtype)],
+        buffer_dtype=dtype,
+        view_b=lambda ref, extras: ref.at[:, pl.ds(extras["first"][0] * CHUNK_UNIT, width)],
+    )
+    return d

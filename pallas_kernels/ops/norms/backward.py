@@ -24,14 +24,12 @@ from jax import lax
 
 from pallas_kernels.ops.norms.config import BackwardConfig, BackwardShape
 from pallas_kernels.ops.norms.norm import StaticNorm, center
-from pallas_kernels.ops.norms.reference import dropped
 from pallas_kernels.ops.norms.row_sources import STREAMS, Rows, ring_rows, ring_scratch, short_rows, short_scratch
-from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.elementwise import COMPILER_PARAMS
-from pallas_kernels.primitives.platform import target_device, varying_like
-from pallas_kernels.primitives.random import mixed_words
+from pallas_kernels.primitives.platform import target_device
+from pallas_kernels.primitives.random import array_dropped, mixed_words
 from pallas_kernels.primitives.rows import RowValues, map_row, short_rows_at_once, to_float32, zeros_row
-from pallas_kernels.primitives.settings import usual_promotion
+from pallas_kernels.primitives.settings import named_kernel, usual_promotion
 
 _SOURCES = {"registers": (short_rows, short_scratch), "ring": (ring_rows, ring_scratch)}
 
@@ -84,7 +82,6 @@ def norm_backward(
     operands = {name: array for name, array in operands.items() if array is not None}
     blocks = _blocks(total, config, has_sums=bool(dtypes))
     outputs = _launch(norm, operands, tuple(dtypes), blocks=blocks, config=config)
-    outputs = {name: varying_like(output, *operands.values()) for name, output in outputs.items()}
     # One array for both kinds of sums, so that XLA adds up both in one launch.
     sums = {name: jnp.sum(outputs["sums"][:, i], axis=0).astype(dtypes[name]) for i, name in enumerate(dtypes)}
     return NormGradients(
@@ -128,11 +125,8 @@ def _launch(
     outputs = {"dtotal_out": row} | ({"dx": row} if "words" in operands else {})
     outputs |= {"sums": jax.ShapeDtypeStruct((blocks, len(sums), *parts), jnp.float32)} if sums else {}
     source_of, scratch_of = _SOURCES[config.loads]
-    scratch = scratch_of(operands, config)
-    names = (*operands, *outputs, *scratch)
 
-    def kernel(*references):
-        refs = dict(zip(names, references, strict=True))
+    def body(refs: dict[str, Any]) -> None:
         words = mixed_words(refs["words"]) if "words" in refs else None
         source = source_of(refs, config, blocks)
 
@@ -150,19 +144,18 @@ def _launch(
 
     # Sums of lines need no scratch memory, which sums over a warpgroup do.
     others = {"reduction_scratch_bytes": 512} if len(parts) > 1 else {}
-    results = settings.kernel(
-        kernel,
-        out_type=tuple(outputs.values()),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=config.warpgroups,
-        thread_name="warpgroup",
-        scratch_types=tuple(scratch.values()),
+    found = named_kernel(
+        body,
+        operands,
+        outputs,
+        scratch_of(operands, config),
+        name=norm.kernel_name(has_residual=False, has_dropout="words" in operands) + "_gradient",
+        grid={"block": blocks},
+        warpgroups=config.warpgroups,
         compiler_params=replace(COMPILER_PARAMS, **others),
-        kernel_name=norm.kernel_name(has_residual=False, has_dropout="words" in operands) + "_gradient",
-    )(*operands.values())
+    )
     whole = {"sums": (blocks, len(sums), features)}
-    return {name: each.reshape(whole.get(name, (rows, features))) for name, each in zip(outputs, results, strict=True)}
+    return {name: each.reshape(whole.get(name, (rows, features))) for name, each in found.items()}
 
 
 def _differentiate(
@@ -212,9 +205,10 @@ def xla_gradients(norm: StaticNorm, total, statistics, dy, *, scale, bias, dtota
         gradient -= jnp.mean(weighted, axis=1, keepdims=True)
     gradient = gradient * inverse if dtotal is None else gradient * inverse + dtotal
     gradient = gradient.astype(total.dtype)
+    wide = gradient.astype(jnp.float32)
     return NormGradients(
         dtotal=gradient,
-        dx=None if words is None else dropped(gradient.astype(jnp.float32), words, norm.rate).astype(total.dtype),
+        dx=None if words is None else array_dropped(wide, words, rate=norm.rate).astype(total.dtype),
         dscale=None if scale is None else jnp.sum(dy * normed, axis=0).astype(scale.dtype),
         dbias=None if bias is None else jnp.sum(dy, axis=0).astype(bias.dtype),
     )

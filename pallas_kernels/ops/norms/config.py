@@ -23,33 +23,18 @@ MOST_READ_AHEAD = 122 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardConfig:
-    """How the forward kernel splits its work: one block of one warpgroup per row.
-
-    piece: accesses of a thread for which scale and bias are in registers at the same time; 0: all of the row's.
-    reads_ahead: whether the whole scale and bias are read before the row is summed, which hides their latency.
-    """
-
-    piece: int = 0
-    reads_ahead: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
     """How the backward kernel splits its work: persistent blocks, each of which takes every n-th row.
 
     loads: "registers": a warp reads whole short rows; "ring": TMA brings rows to a ring of `steps` stages in shared
         memory, and `warpgroups` share each row. Several need rows that divide evenly.
     blocks_per_core: blocks per streaming multiprocessor. Each writes one row of partial column sums.
-    keeps_row: whether a row stays in registers as float32 between its two passes ("ring" only). Else the second pass
-        reads it again from shared memory, which saves registers.
     """
 
     loads: Literal["registers", "ring"] = "ring"
     blocks_per_core: int = 3
     warpgroups: int = 1
     steps: int = 3
-    keeps_row: bool = False
 
     def parts(self, features: int, itemsize: int) -> tuple[int, ...]:
         """Returns the shape in which a block sees a row: (warpgroups, warps, columns), or the row as it is.
@@ -82,9 +67,7 @@ class BackwardShape:
     has_dropout: bool = False
     centered: bool = False
 
-    def ring(
-        self, *, warpgroups: int, blocks_per_core: int, keeps_row: bool = False, most_steps: int = 4
-    ) -> BackwardConfig | None:
+    def ring(self, *, warpgroups: int, blocks_per_core: int, most_steps: int = 4) -> BackwardConfig | None:
         """Returns a configuration with a ring of as many rows as fit, up to `most_steps`.
 
         Returns None if fewer than 2 rows fit, if the row would spill, or if it does not divide over several warpgroups
@@ -98,7 +81,7 @@ class BackwardShape:
             is_divisible = split_warp_row(self.features, self.itemsize, warpgroups=warpgroups) is not None
             # Four warpgroups have 128 registers per thread: enough for 16 columns with two kinds of sums, or a mask.
             fits = columns <= (16 if warpgroups == 4 and (self.sums > 1 or self.has_dropout) else 32)
-        if not (is_divisible and fits) or (keeps_row and columns > 16) or warpgroups * blocks_per_core > 12:
+        if not (is_divisible and fits) or warpgroups * blocks_per_core > 12:
             return None
         # Barriers take a page; sums over a single warpgroup take 2 KiB of scratch.
         others = self.features * self.gain_bytes + (4096 if warpgroups == 1 else 3072)
@@ -106,7 +89,7 @@ class BackwardShape:
         steps = min(most_steps, budget // (self.streams * self.features * self.itemsize))
         if steps < 2:
             return None
-        return BackwardConfig(warpgroups=warpgroups, blocks_per_core=blocks_per_core, steps=steps, keeps_row=keeps_row)
+        return BackwardConfig(warpgroups=warpgroups, blocks_per_core=blocks_per_core, steps=steps)
 
     def default(self) -> BackwardConfig | None:
         """Returns the untuned configuration, or None if XLA is faster.
@@ -125,25 +108,20 @@ class BackwardShape:
 
     def _even_choices(self) -> list[BackwardConfig | None]:
         """Returns configurations in which each thread has 16 bytes of a row or more, best first."""
-        if self.itemsize == 2 and self.features == 8192 and not self.has_dropout:
-            # 64 KiB in flight are enough: LayerNorm at 8192 rows 102 µs, 4 steps 113 µs; RMSNorm with a residual 130 µs
-            # kept with 2 steps, 134 µs with 4, read again 136 µs.
-            return [self.ring(warpgroups=4, blocks_per_core=1, keeps_row=True, most_steps=2)]
-        # Dropout writes one more array, which leaves 2 rows in flight: RMSNorm at 8192 x 8192 bf16 takes 174 µs, with 4
-        # rows 187 µs; at 32768 x 4096 330 µs with 2 blocks of 2 warpgroups, 349 µs with more rows in flight.
-        is_two_steps = self.itemsize == 2 and self.has_dropout and self.features in (4096, 8192)
         # Fewer warpgroups if four would not have 16 bytes of a row per thread. LayerNorm joins four sums of each line,
         # which is slower with 16 warps than with 8: 290 and 257 µs at 32768 x 4096 bf16.
         per_warpgroup = THREADS * ACCESS_BYTES // self.itemsize
-        most = 2 if self.features <= 4096 and (self.centered or is_two_steps) else 4
+        most = 2 if self.features <= 4096 and self.centered else 4
         warpgroups = next((w for w in (4, 2, 1) if w <= most and self.features % (w * per_warpgroup) == 0), 0)
         # With two streams, a second block per multiprocessor fills idle time.
         four = (2, 1) if self.streams == 2 and not (self.centered or self.has_dropout) else (1,)
-        two = (1,) if self.centered and self.streams == 3 and self.features > 2048 and not is_two_steps else (2, 1)
+        two = (1,) if self.centered and self.streams == 3 and self.features > 2048 else (2, 1)
         blocks = {4: four, 2: two, 1: (6, 4, 3, 2, 1) if self.features <= 4096 else (), 0: ()}[warpgroups]
         if self.streams == 2 and self.itemsize == 2 and not self.has_dropout:
             return self._by_bytes_in_flight(warpgroups, blocks)
-        steps = 2 if is_two_steps else 4
+        # 64 KiB in flight are enough, and 128 cost up to 10 %: RMSNorm after dropout takes 174 µs at 8192 x 8192 bf16,
+        # with 4 rows in flight 187.
+        steps = 2 if self.itemsize == 2 and self.features == 8192 else 4
         return [self.ring(warpgroups=warpgroups, blocks_per_core=b, most_steps=steps) for b in blocks]
 
     def _by_bytes_in_flight(self, warpgroups: int, blocks: Sequence[int]) -> list[BackwardConfig | None]:
@@ -160,20 +138,12 @@ class BackwardShape:
         return [self.ring(warpgroups=warpgroups, blocks_per_core=b, most_steps=1 + waiting[b]) for b in best_first]
 
 
-def default_forward(
-    rows: int, features: int, itemsize: int, *, gain_bytes: int, centered: bool, cores: int
-) -> ForwardConfig:
-    """Chooses how the forward kernel reads a row.
+def reads_ahead(rows: int, features: int, itemsize: int, *, gain_bytes: int, cores: int) -> bool:
+    """Whether the forward kernel reads the whole scale and bias before it sums a row, which hides their latency.
 
     gain_bytes: bytes of one value of scale and bias together. cores: the multiprocessors of the device.
     """
     # In narrower accesses each value of 16 bits takes a register, and long rows would spill.
     is_wide = features * itemsize % ACCESS_BYTES == 0
     # On an H200, µs: 64 x 15544 2.96 to 2.50, 21 x 13056 2.90 to 2.34; but 120 x 10240 2.30 to 2.82.
-    if rows <= cores // 2 and is_wide and features * (4 + itemsize + gain_bytes) <= MOST_READ_AHEAD:
-        return ForwardConfig(reads_ahead=True)
-    if centered and 2048 < features <= (8192 if itemsize == 2 else 3072):
-        # LayerNorm at 8192 x 8192 bf16: 167 registers and 71.4 µs, in pieces 127 and 66.5 µs.
-        # 896 x 3040 float32: 8.6 and 6.9 µs, as all rows run at once; but 1200 x 4096 10.6 and 12.5.
-        return ForwardConfig(piece=2 if features <= 4096 else 4)
-    return ForwardConfig()
+    return rows <= cores // 2 and is_wide and features * (4 + itemsize + gain_bytes) <= MOST_READ_AHEAD

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.primitives.random import Words, keep_mask
+from pallas_kernels.primitives.random import Words, dropped
 from pallas_kernels.primitives.rows import RowValues, map_row
 
 NormName = Literal["rms_norm", "layer_norm"]
@@ -69,14 +69,8 @@ class StaticNorm:
         return f"{self.name}_residual" if has_residual else self.name
 
     def drop(self, values: RowValues, words: Words, row, columns: tuple[jax.Array, ...], features: int) -> RowValues:
-        """Applies dropout to a row: zero where the mask drops a value, else the value times 1 / (1 - rate)."""
-        factor = 1.0 / (1.0 - self.rate)
-
-        def drop(value, column):
-            mask = keep_mask(words, row, column, features=features, rate=self.rate)
-            return jnp.where(mask, value * factor, jnp.zeros_like(value))
-
-        return map_row(drop, values, columns)
+        """Applies dropout to a row."""
+        return map_row(lambda v, c: dropped(v, words, row, c, features=features, rate=self.rate), values, columns)
 
 
 def center(values: RowValues, means: Sequence[jax.Array]) -> RowValues:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ops.norms.norm import NormName
-from pallas_kernels.primitives.random import array_keep_mask
+from pallas_kernels.primitives.random import array_dropped
 
 _mean = partial(jnp.mean, axis=-1, keepdims=True)
 
@@ -63,11 +63,6 @@ def dropout_residual_norm_reference(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.dropout_residual_norm`. Draws the same mask as the kernels. options: of `norm_reference`."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    value = dropped(x.astype(wide), key, rate) if rate and key is not None else x.astype(wide)
+    value = array_dropped(x.astype(wide), key, rate=rate) if rate and key is not None else x.astype(wide)
     total = (value + residual.astype(wide)).astype(x.dtype)
     return norm_reference(total, scale, bias, is_centered=norm == "layer_norm", returns_total=True, **options)
-
-
-def dropped(values: jax.Array, key: jax.Array, rate: float) -> jax.Array:
-    """Applies dropout: zero where the mask drops a value, else the value times 1 / (1 - rate)."""
-    return jnp.where(array_keep_mask(key, values.shape, rate=rate), values * (1.0 / (1.0 - rate)), 0)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.norms.config import BackwardConfig
+from pallas_kernels.primitives.barriers import meet
 from pallas_kernels.primitives.compat import store
 from pallas_kernels.primitives.row_kernel import HeldRows
 from pallas_kernels.primitives.rows import (
@@ -47,7 +48,7 @@ class Rows:
     index, columns: each element's row, or that of all, and column.
     statistics: see `StaticNorm.statistics`; they and what `sums` returns combine with the elements.
     read: returns the streams. sums: sums each of its arguments over the whole rows; called once.
-    is_read_again: whether `read` is called again after `sums`, as registers do not keep the values.
+    is_read_again: whether `read` is called again after `sums`, as registers do not keep the values of long rows.
     counted: sets values to zero in rows that another step counts.
     """
 
@@ -197,9 +198,7 @@ def ring_rows(refs: dict[str, Any], config: BackwardConfig, blocks: int) -> Sour
         lines = refs["line_sums"].at[lax.rem(i, 2)]
         for kind, each in enumerate(terms):
             lines[kind, pl.ds(group * WARPS, WARPS)] = line_sums(each, segments)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(refs["summed"])
-        plgpu.barrier_wait(refs["summed"])
+        meet(refs["summed"])
         # Adding takes less time than shuffles.
         every = range(sharers * WARPS)
         return [functools.reduce(jnp.add, [lines[kind, line] for line in every]) for kind in range(len(terms))]
@@ -215,7 +214,7 @@ def ring_rows(refs: dict[str, Any], config: BackwardConfig, blocks: int) -> Sour
 
         def sums(*terms):
             found = sums_of_parts(i, terms)
-            free = i if config.keeps_row else i - 1
+            free = i - 1
             fetch(free + config.steps, (free >= 0) & (free + config.steps < trips))
             return found
 
@@ -232,7 +231,7 @@ def ring_rows(refs: dict[str, Any], config: BackwardConfig, blocks: int) -> Sour
                 read=read,
                 sums=sums,
                 store=lambda ref, values: store_row(ref.at[(index, *part)], values, segments),
-                is_read_again=not config.keeps_row,
+                is_read_again=True,
             )
         ]
 

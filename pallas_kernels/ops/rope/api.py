@@ -10,10 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
+from pallas_kernels.ops.rope.heads import rope_rotate
 from pallas_kernels.ops.rope.reference import rope_reference
 from pallas_kernels.ops.rope.tables import check_tables, rotating, row_tables
-from pallas_kernels.primitives.checks import as_arrays, optional_arrays, positive_number, static_flag, static_integer
+from pallas_kernels.primitives.checks import (
+    as_arrays,
+    check_floating,
+    optional_arrays,
+    positive_number,
+    static_flag,
+    static_integer,
+)
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.settings import operation
@@ -123,8 +130,7 @@ def mosaic_unsupported(query: jax.Array, rotated: int) -> str | None:
 
 
 def _check(query: jax.Array, key: jax.Array | None) -> None:
-    if not jnp.issubdtype(query.dtype, jnp.floating):
-        raise TypeError(f"rope: query must be floating, got {query.dtype.name}; cast it first.")
+    check_floating("rope", query=query)
     if query.ndim != 4 or query.shape[-1] % 2 or not query.shape[-1]:
         raise ValueError(f"rope: query must be (batch, tokens, heads, even head size), got {query.shape}.")
     batch, tokens, _, head_size = query.shape

@@ -9,7 +9,8 @@ r = 1 / sqrt(mean(p**2) + epsilon) and g its cotangent, rotated back, the gradie
     dp = (g * scale - p * r * mean(g * scale * p * r)) * r
     dscale = sum over rows and heads of g * p * r
 
-XLA adds the blocks' sums over rows in a fixed order, so results repeat bit for bit.
+XLA adds the blocks' sums over rows in a fixed order, so results repeat bit for bit. The gradient of a rotation alone is
+the rotation by the opposite angle.
 """
 
 from __future__ import annotations
@@ -143,3 +144,31 @@ def _plan(heads: Sequence[HeadArray], *, period: int, size: int, every: int, pai
         at_once=min(at_once, strip),
         groups=max(1, min(units, blocks * strip // count)) if has_sums else units,
     )
+
+
+def rope_rotate(
+    arrays: Sequence[jax.Array],
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    rotated: int,
+    interleaved: bool,
+    inverse: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Returns arrays with the first `rotated` columns of their heads rotated, or rotated back.
+
+    arrays: (batch, tokens, heads, head size), of one floating dtype, and of the same size but for the heads.
+    cos, sin: (tokens or batch * tokens, `rotated` or half of that).
+    """
+    batch, length, _, size = arrays[0].shape
+    rows = batch * length
+    results, _ = launch_heads(
+        [HeadArray(array=array.reshape(rows, -1)) for array in arrays],
+        (cos, sin),
+        size=rotated,
+        is_backward=inverse,
+        is_interleaved=interleaved,
+        every=size // rotated,
+        name="rope",
+    )
+    return tuple(own.reshape(array.shape) for own, array in zip(results, arrays, strict=True))

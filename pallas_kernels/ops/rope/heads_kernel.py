@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.ops.rope.pairs import HeadTile, Members, Pairs
 from pallas_kernels.primitives.compat import store
+from pallas_kernels.primitives.rows import map_row, to_float32
 
 Angles = tuple[Members, Members]
 """Cosines and sines, each for the first and the second members of pairs."""
@@ -169,19 +170,20 @@ class _Strip:
         if angles is None or self.plan.every == 1:
             return angles
         place = lax.broadcast_in_dim(lax.rem(head, self.plan.every), (self.plan.tile.rows, self.plan.tile.half), ())
-        (first, second), (one, two) = (
-            [jnp.where(place == 0, each, jnp.float32(other)) for each in members]
+        cosines, sines = (
+            map_row(lambda each, other=other: jnp.where(place == 0, each, jnp.float32(other)), members)
             for members, other in zip(angles, (1, 0), strict=True)
         )
-        return (first, second), (one, two)
+        return cosines, sines
 
     def _result(self, values: list[Members], gain: Members | None, angles: Angles | None) -> tuple[Members, None]:
         """Returns the normalised and rotated heads."""
         (product,), norm = values, self.part.norm
         if norm is not None:
-            product = _times(product, _over_columns(self._inverse(product, norm), self.plan.tile))
+            inverse = _over_columns(self._inverse(product, norm), self.plan.tile)
+            product = map_row(lambda value: value * inverse, product)
             if norm.rounds_before_scale:
-                product = _cast(_cast(product, self.plan.pairs.dtype), jnp.float32)
+                product = to_float32(_cast(product, self.plan.pairs.dtype))
             product = _scaled(product, gain)
         return _rotated(product, angles), None
 
@@ -194,11 +196,12 @@ class _Strip:
             return cotangent, None
         product = values[1]
         inverse = self._inverse(product, self.part.norm)
-        over_norm = _times(cotangent, _over_columns(inverse, self.plan.tile))
+        over_heads = _over_columns(inverse, self.plan.tile)
+        over_norm = map_row(lambda value: value * over_heads, cotangent)
         weighted = _scaled(over_norm, gain)
         slope = _over_columns(inverse * inverse * self._mean(weighted, product), self.plan.tile)
-        first, second = (w - p * slope for w, p in zip(weighted, product, strict=True))
-        return (first, second), (over_norm[0] * product[0], over_norm[1] * product[1])
+        gradient = map_row(lambda w, p: w - p * slope, weighted, product)
+        return gradient, map_row(jnp.multiply, over_norm, product)
 
     def _inverse(self, product: Members, norm: HeadNorm) -> jax.Array:
         """Returns 1 / sqrt(mean(product**2) + epsilon) of each row's head."""
@@ -213,9 +216,8 @@ class _Strip:
         tile = self.plan.tile
         if self.plan.rows % tile.rows:
             row = plgpu.broadcasted_iota(jnp.int32, (tile.rows, tile.half), 0, layout=tile.layout) + rows.start
-            first, second = (jnp.where(row >= start, term, jnp.float32(0)) for term in terms)
-            terms = first, second
-        return total[0] + terms[0], total[1] + terms[1]
+            terms = map_row(lambda term: jnp.where(row >= start, term, jnp.float32(0)), terms)
+        return map_row(jnp.add, total, terms)
 
     def _write_sum(self, total: Members) -> None:
         """Adds the rows of a tile, and writes the sum over a group's rows."""
@@ -232,7 +234,7 @@ class _Strip:
 
 
 def _cast(members: Members, dtype: DTypeLike) -> Members:
-    return members[0].astype(dtype), members[1].astype(dtype)
+    return map_row(lambda value: value.astype(dtype), members)
 
 
 def _gain(scale: Any, tile: HeadTile) -> Members:
@@ -251,12 +253,8 @@ def _over_columns(values: jax.Array, tile: HeadTile) -> jax.Array:
     return plgpu.layout_cast(lax.broadcast_in_dim(values, (tile.rows, tile.half), (0,)), tile.layout)
 
 
-def _times(members: Members, factor: jax.Array) -> Members:
-    return members[0] * factor, members[1] * factor
-
-
 def _scaled(members: Members, gain: Members | None) -> Members:
-    return members if gain is None else (members[0] * gain[0], members[1] * gain[1])
+    return members if gain is None else map_row(jnp.multiply, members, gain)
 
 
 def _rotated(members: Members, angles: Angles | None) -> Members:

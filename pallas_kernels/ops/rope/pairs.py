@@ -18,11 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives import compat
-from pallas_kernels.primitives.rows import WARPS
+from pallas_kernels.primitives.rows import WARP_LANES, WARPS, RowValues, map_row, to_float32
 
-WARP_LANES = 32
-
-Members = tuple[jax.Array, jax.Array]
+Members = RowValues
 """The first and the second values of pairs."""
 
 
@@ -92,20 +90,17 @@ class Pairs:
     def members(self, loaded: tuple[jax.Array, ...]) -> Members:
         """Returns both members of all pairs, float32."""
         if not self.are_words:
-            first, second = loaded
-            return first.astype(jnp.float32), second.astype(jnp.float32)
+            return to_float32(loaded)
         (word,) = loaded
         halves = (word.astype(jnp.uint16), (word >> jnp.uint32(16)).astype(jnp.uint16))
-        first, second = (lax.bitcast_convert_type(value, self.dtype).astype(jnp.float32) for value in halves)
-        return first, second
+        return map_row(lambda half: lax.bitcast_convert_type(half, self.dtype).astype(jnp.float32), halves)
 
     def store(self, ref: Any, rows: pl.Slice, head: jax.Array, members: Members) -> None:
         """Writes the pairs of one head. members: of `dtype`."""
-        values: Members | tuple[jax.Array] = members
         if self.are_words:
             first, second = (lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32) for value in members)
-            values = (first | (second << jnp.uint32(16)),)
-        for place, value in zip(self._places(ref.at[rows, head]), values, strict=True):
+            members = (first | (second << jnp.uint32(16)),)
+        for place, value in zip(self._places(ref.at[rows, head]), members, strict=True):
             compat.store(place, value)
 
     def _places(self, head: Any) -> list[Any]:

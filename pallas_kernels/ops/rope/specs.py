@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pallas_kernels.ops.rope.api import rope
-from pallas_kernels.ops.rope.mosaic_gpu import rope_rotate
+from pallas_kernels.ops.rope.heads import rope_rotate
 from pallas_kernels.ops.rope.reference import rope_reference
 from pallas_kernels.ops.rope.tables import row_tables
 from pallas_kernels.spec_builders import arg_spec, backward_passes, gradients_of, traffic

@@ -8,14 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.softmax.masking import Masking, mask_rows
-from pallas_kernels.ops.softmax.mosaic_gpu import softmax_forward
-from pallas_kernels.ops.softmax.mosaic_gpu_vjp import softmax_backward, xla_gradient
+from pallas_kernels.ops.softmax.mosaic_gpu import softmax_backward, softmax_forward, xla_gradient
 from pallas_kernels.ops.softmax.reference import softmax_reference
-from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays, static_flag, static_integer
+from pallas_kernels.primitives.checks import (
+    as_arrays,
+    check_floating,
+    finite_number,
+    optional_arrays,
+    static_flag,
+    static_integer,
+)
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
@@ -141,8 +146,7 @@ def _axis_unsupported(x: jax.Array, axis: int) -> str | None:
 def _check(
     x: jax.Array, axis: int, scale: float | None, mask: jax.Array | None, is_causal: bool
 ) -> tuple[int, float | None]:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"softmax: x must be floating, got {x.dtype.name}; cast it first.")
+    check_floating("softmax", x=x)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"softmax: axis must name one of the {x.ndim} axes of x {x.shape}, got {axis}.")
     if isinstance(scale, jax.Array):
@@ -173,8 +177,6 @@ def _mosaic_fwd(masking, x, mask):
 
 def _mosaic_bwd(masking, saved, dy):
     weights, mask = saved
-    if isinstance(dy, SymbolicZero):
-        return jnp.zeros_like(weights), None
     dx = softmax_backward(weights, dy, scale=masking.scale)
     return dx, None if mask is None else _mask_gradient(weights, dy, mask, masking)
 

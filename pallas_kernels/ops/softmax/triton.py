@@ -6,6 +6,7 @@ A block holds a row in registers. The module is imported only when requested, si
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax_triton  # pyright: ignore[reportMissingImports]
@@ -58,42 +59,33 @@ def softmax_backward(weights_ptr, dy_ptr, dx_ptr, features: tl.constexpr, scale:
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def softmax_rows(x: jax.Array, scale: float, queries: int) -> jax.Array:
-    """Computes the weights of x (rows, features). queries: the length of the axis before the last, 0 if not causal."""
+def _launch(kernel: Any, name: str, x: jax.Array, *others: jax.Array, **constants: Any) -> jax.Array:
+    """Runs a kernel with a block for each row of x (rows, features); the result is like x."""
     rows, features = x.shape
     block, warps = row_block(features)
     return jax_triton.triton_call(
-        x,
-        kernel=softmax_forward,
+        *(x, *others),
+        kernel=kernel,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=(rows,),
-        name="softmax_triton",
+        name=name,
         num_warps=warps,
         features=features,
-        queries=queries,
-        scale=scale,
         block=block,
-        is_exact=x.dtype.itemsize == 4,
+        **constants,
     )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def softmax_rows(x: jax.Array, scale: float, queries: int) -> jax.Array:
+    """Computes the weights of x (rows, features). queries: the length of the axis before the last, 0 if not causal."""
+    is_exact = x.dtype.itemsize == 4
+    return _launch(softmax_forward, "softmax_triton", x, queries=queries, scale=scale, is_exact=is_exact)
 
 
 def backward(weights: jax.Array, dy: jax.Array, scale: float) -> jax.Array:
     """Computes the gradient of x (rows, features)."""
-    rows, features = weights.shape
-    block, warps = row_block(features)
-    return jax_triton.triton_call(
-        weights,
-        dy,
-        kernel=softmax_backward,
-        out_type=jax.ShapeDtypeStruct(weights.shape, weights.dtype),
-        grid=(rows,),
-        name="softmax_backward_triton",
-        num_warps=warps,
-        features=features,
-        scale=scale,
-        block=block,
-    )
+    return _launch(softmax_backward, "softmax_backward_triton", weights, dy, scale=scale)
 
 
 def _fwd(x, scale, queries):
