@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from pallas_kernels.ops.gated_linear.api import gated_linear
     from pallas_kernels.ops.grouped_gated_linear.api import grouped_gated_linear
     from pallas_kernels.ops.grouped_linear.api import grouped_linear
-    from pallas_kernels.ops.linear.api import linear
+    from pallas_kernels.ops.linear.api import linear, linear_residual_norm, norm_linear
     from pallas_kernels.ops.linear_cross_entropy.api import linear_cross_entropy
-    from pallas_kernels.ops.linear_residual_norm.api import linear_residual_norm
     from pallas_kernels.ops.lora_linear.api import lora_linear
-    from pallas_kernels.ops.norm_linear.api import norm_linear
     from pallas_kernels.ops.norms.api import dropout_residual_norm, layer_norm, rms_norm
     from pallas_kernels.ops.qkv_projection.api import qkv_projection
     from pallas_kernels.ops.quantized_linear.api import quantized_linear
@@ -91,6 +89,7 @@ _HOMES = {
     "arguments": ("Norm", "Rope"),
     "dispatch": ("Choice", "choice", "recorded_choices"),
     "ops._products.norm": ("fold_scale",),
+    "ops.linear.api": ("linear", "norm_linear", "linear_residual_norm"),
     "ops.norms.api": ("rms_norm", "layer_norm", "dropout_residual_norm"),
     "ops.quantized_linear.weight": ("QuantizedWeight", "quantize"),
     "primitives.few_rows.config": ("MOST_FUSED_NORM_ROWS",),

@@ -1,8 +1,9 @@
-"""The linear layer in plain `jax.numpy`: the definition, and the implementation `"xla"`."""
+"""The linear layers in plain `jax.numpy`: the definition, and the implementation `"xla"`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,3 +55,22 @@ def layer_reference(
     activation = None if layer.activation is None else layer.activation.name
     options = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": layer.out_dtype}
     return linear_reference(x, w, norm=norm, **options, multiply=multiply).astype(layer.out_dtype)
+
+
+def linear_residual_norm_reference(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    residual: jax.Array,
+    bias: jax.Array | None = None,
+    multiply: Callable[..., jax.Array] = jnp.matmul,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.linear_residual_norm`. The mean squares are in float32 (float64 for float64 inputs)."""
+    total = linear_reference(x, w, bias=bias, residual=residual, multiply=multiply)
+    wide = jnp.promote_types(total.dtype, jnp.float32)
+    return total, jnp.mean(jnp.square(total.astype(wide)), axis=-1)
+
+
+def given_product(product: jax.Array, *_: Any, **__: Any) -> jax.Array:
+    """Returns its first argument: `multiply` of a reference whose x is the product already."""
+    return product

@@ -82,7 +82,7 @@ class GemmConfig:
         """Returns the configuration with as many stages as fit in shared memory.
 
         stored_bytes: bytes of one element, summed over all results. products: the number of accumulators.
-        other_bytes: of shared memory that the kernel needs besides. weight_bits: of one value of b, if not of a's dtype.
+        other_bytes: of shared memory that the kernel needs besides. weight_bits: of a value of b, if not as of a.
         """
         stage = (self.tile_m * itemsize + self.tile_n * (weight_bits or 8 * itemsize) // 8) * self.tile_k
         width = self.tile_n // products
