@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from pallas_kernels.ops.embedding_bag.api import embedding_bag
     from pallas_kernels.ops.gated_activation.api import gated_activation
     from pallas_kernels.ops.gated_linear.api import gated_linear
-    from pallas_kernels.ops.grouped_gated_linear.api import grouped_gated_linear
-    from pallas_kernels.ops.grouped_linear.api import grouped_linear
+    from pallas_kernels.ops.grouped_linear.api import grouped_gated_linear, grouped_linear
     from pallas_kernels.ops.linear.api import linear, linear_residual_norm, norm_linear
     from pallas_kernels.ops.linear_cross_entropy.api import linear_cross_entropy
     from pallas_kernels.ops.lora_linear.api import lora_linear
@@ -89,6 +88,7 @@ _HOMES = {
     "arguments": ("Norm", "Rope"),
     "dispatch": ("Choice", "choice", "recorded_choices"),
     "ops._products.norm": ("fold_scale",),
+    "ops.grouped_linear.api": ("grouped_linear", "grouped_gated_linear"),
     "ops.linear.api": ("linear", "norm_linear", "linear_residual_norm"),
     "ops.norms.api": ("rms_norm", "layer_norm", "dropout_residual_norm"),
     "ops.quantized_linear.weight": ("QuantizedWeight", "quantize"),
