@@ -16,10 +16,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.primitives.few_rows.heads import Rotation, rotated
+from pallas_kernels.primitives.few_rows.heads import load_angles, rotated
 from pallas_kernels.primitives.few_rows.norm import PrologueNorm
 from pallas_kernels.primitives.few_rows.problem import Problem
-from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.epilogue import Epilogue, Rotation
 from pallas_kernels.primitives.integers import unit
 from pallas_kernels.primitives.row_tiles import RowTiles, shared
 from pallas_kernels.primitives.transposed import GROUP, load_transposed, store_transposed
@@ -150,7 +150,7 @@ class Finish:
         def angles(group: int) -> tuple[jax.Array, jax.Array] | None:
             if self.rotation is None or group not in firsts:
                 return None
-            return self.rotation.load(self.extras, group)
+            return load_angles(self.rotation, self.extras, group)
 
         return [
             Ready(
