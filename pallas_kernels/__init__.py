@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pallas_kernels.ops.rope.api import rope
     from pallas_kernels.ops.softmax.api import softmax
     from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS
-    from pallas_kernels.primitives.overlapped import BY_COPY_ENGINES, overlapped_collectives
+    from pallas_kernels.primitives.overlapped import overlapped_collectives
     from pallas_kernels.primitives.partitioned import KernelWarning
     from pallas_kernels.registry import REGISTRY, get_op
     from pallas_kernels.specs import ArgSpec, ArraySpec, ErrorBound, OpSpec, Traffic
@@ -84,6 +84,9 @@ __all__ = [
     "softmax",
 ]
 
+BY_COPY_ENGINES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+"""Compiler options by which rows travel as copies between the GPUs of one process, without multiprocessors."""
+
 _HOMES = {
     "arguments": ("Norm", "Rope"),
     "dispatch": ("Choice", "choice", "recorded_choices"),
@@ -93,7 +96,7 @@ _HOMES = {
     "ops.norms.api": ("rms_norm", "layer_norm", "dropout_residual_norm"),
     "ops.quantized_linear.weight": ("QuantizedWeight", "quantize"),
     "primitives.few_rows.config": ("MOST_FUSED_NORM_ROWS",),
-    "primitives.overlapped": ("BY_COPY_ENGINES", "overlapped_collectives"),
+    "primitives.overlapped": ("overlapped_collectives",),
     "primitives.partitioned": ("KernelWarning",),
     "registry": ("REGISTRY", "get_op"),
     "specs": ("ArgSpec", "ArraySpec", "ErrorBound", "OpSpec", "Traffic"),

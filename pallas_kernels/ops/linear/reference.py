@@ -33,7 +33,6 @@ def linear_reference(
     """
     out_dtype = jnp.dtype(x.dtype if out_dtype is None or x.dtype == jnp.float64 else out_dtype)
     wide = jnp.promote_types(jnp.promote_types(x.dtype, out_dtype), jnp.float32)
-    # Rows as one dimension: with more, XLA on CPUs sums the gradients of products in bfloat16.
     y = multiply(as_rows(norm_reference(norm, x)), w, preferred_element_type=jnp.promote_types(x.dtype, out_dtype))
     y = y.reshape(*x.shape[:-1], y.shape[-1])  # a device may keep some of the columns of a sum
     if bias is not None or activation is not None or residual is not None:

@@ -24,7 +24,7 @@ from pallas_kernels.primitives.gemm.consumer import Consumer
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.groups import REDUCTIONS, Groups, RowTile, group_types, padded_sizes, table_bytes
 from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
-from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES
+from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES, padded_vector
 from pallas_kernels.primitives.gemm.pipeline import Producer, Ring, ring_types
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.store import Pieces, Store
@@ -79,7 +79,7 @@ def grouped_product(
     )
     sizes = padded_sizes(group_sizes)
     columns = sum(problem.strip)
-    extras = {"bias": [_padded(bias, columns) for bias in biases]}
+    extras = {"bias": [padded_vector(bias, columns) for bias in biases]}
     panel = SWIZZLE_BYTES // max(dtype.itemsize for dtype in dtypes)
     pieces = Pieces.of(problem, most_columns=panel)
     kernel = launcher(
@@ -98,11 +98,6 @@ def grouped_product(
     )
     results = kernel(sizes, list(x), list(weights), extras)
     return tuple(varying_like(result, sizes, *x, *weights, *extras["bias"]) for result in results)
-
-
-def _padded(bias: jax.Array, multiple: int) -> jax.Array:
-    """Pads each group's bias with zeros to a multiple, because ordinary loads read past its end."""
-    return jnp.pad(bias, ((0, 0), (0, -bias.shape[1] % multiple)))
 
 
 def _roles(

@@ -36,10 +36,10 @@ def whole_groups(array: jax.Array) -> jax.Array:
 
 
 def padded_vector(vector: jax.Array | None, multiple: int) -> jax.Array | None:
-    """Pads a vector with zeros to a multiple, because ordinary loads read past its end."""
-    if vector is None or vector.shape[0] % multiple == 0:
+    """Pads a vector, or several (count, columns), with zeros to a multiple: ordinary loads read past the end."""
+    if vector is None or vector.shape[-1] % multiple == 0:
         return vector
-    return jnp.pad(vector, (0, -vector.shape[0] % multiple))
+    return jnp.pad(vector, [(0, 0)] * (vector.ndim - 1) + [(0, -vector.shape[-1] % multiple)])
 
 
 def padded_rows(array: jax.Array, multiple: int) -> jax.Array:
