@@ -20,7 +20,7 @@ from jax import lax
 
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.few_rows.epilogue import Finish, Place, epilogue_types
+from pallas_kernels.primitives.few_rows.epilogue import Finish, epilogue_types
 from pallas_kernels.primitives.few_rows.heads import head_operands
 from pallas_kernels.primitives.few_rows.norm import PrologueNorm, no_squares, scaled
 from pallas_kernels.primitives.few_rows.problem import Problem
@@ -239,18 +239,18 @@ def _launch(
             ready = finish.begin(column)
             if norm is not None:
                 pl.when(number == 0)(partial(norm.wait, norm_refs))
-            place = Place(column=column, is_first=number == 0, is_last=number == tiles - 1)
+            end = partial(finish.end, column=column, ready=ready, is_first=number == 0, is_last=number == tiles - 1)
             shape, count = (GROUP, problem.tokens), problem.products * problem.groups
 
             def multiply(*accumulators):
                 _, squares = steps(before, lambda stage, _: multiply_whole(problem, ring, stage, accumulators), None)
-                finish.end([accumulator[...] for accumulator in accumulators], squares, place, ready)
+                end([accumulator[...] for accumulator in accumulators], squares)
 
             if problem.is_grouped:
                 zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
                 work = partial(multiply_groups, problem, ring)
                 sums, squares = steps(before, work, [zero] * count)
-                finish.end(sums, squares, place, ready)
+                end(sums, squares)
             else:
                 pl.run_scoped(multiply, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in range(count)))
 

@@ -24,7 +24,7 @@ from pallas_kernels.primitives.gemm.consumer import Consumer
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.groups import REDUCTIONS, Groups, RowTile, group_types, padded_sizes, table_bytes
 from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
-from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES, padded_vector
+from pallas_kernels.primitives.gemm.operands import padded_vector
 from pallas_kernels.primitives.gemm.pipeline import Producer, Ring, ring_types
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.store import Pieces, Store
@@ -80,8 +80,7 @@ def grouped_product(
     sizes = padded_sizes(group_sizes)
     columns = sum(problem.strip)
     extras = {"bias": [padded_vector(bias, columns) for bias in biases]}
-    panel = SWIZZLE_BYTES // max(dtype.itemsize for dtype in dtypes)
-    pieces = Pieces.of(problem, most_columns=panel)
+    pieces = Pieces.of(problem, panel_itemsize=dtype.itemsize)
     kernel = launcher(
         problem,
         partial(_roles, problem, pieces, epilogue, dtypes, group_sizes.size),

@@ -22,7 +22,7 @@ from pallas_kernels.primitives.gemm.config import FEW_ROWS, GemmConfig
 from pallas_kernels.primitives.gemm.consumer import consume
 from pallas_kernels.primitives.gemm.epilogue import Epilogue, HeadRotation, Rotation
 from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
-from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES, padded_rows, padded_vector, whole_groups
+from pallas_kernels.primitives.gemm.operands import padded_rows, padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.pipeline import Ring, produce, ring_types
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.row_blocks import BlockReference, RowBlock, changed_in_place
@@ -110,7 +110,8 @@ def gemm(
     if rotation is not None:
         shape = {"size": rotation.size, "angles": rotation.cos.shape[1]}
         rotations[:-1] = (HeadRotation(**shape, has_bias=each is not None) for each in own[:-1])
-    pieces = Pieces.of(problem, most_columns=_most_columns(problem, rotations, dtypes))
+    most_columns = min((each.widest_piece for each in rotations if each), default=None)
+    pieces = Pieces.of(problem, panel_itemsize=max(d.itemsize for d in dtypes), most_columns=most_columns)
     shape = (m,) if written is None else (*written.shape, m // written.shape[0])
     out_type = [jax.ShapeDtypeStruct((*shape, width), dtype) for width in problem.widths for dtype in dtypes]
     if written is not None and written.into:
@@ -137,16 +138,6 @@ def gemm(
 
 def _given(operands):
     return {name: value for name, value in operands.items() if value is not None}
-
-
-def _most_columns(
-    problem: Problem, rotations: Sequence[HeadRotation | None], dtypes: Sequence[jnp.dtype]
-) -> int | None:
-    """Returns the most columns of a stored piece, or None for no limit."""
-    most = [rotation.widest_piece for rotation in rotations if rotation]
-    if problem.in_panels:  # a piece is one panel
-        most.append(SWIZZLE_BYTES // max(dtype.itemsize for dtype in dtypes))
-    return min(most, default=None)
 
 
 def _roles(
