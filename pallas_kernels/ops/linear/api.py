@@ -209,14 +209,14 @@ def norm_linear(
     return y.reshape(*arrays.x.shape[:-1], -1)
 
 
-def _sum_from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+def _residual_norm_from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
     """Computes the layer where features are cut: what follows the product follows the sum of the parts' products."""
     x, w = arguments["x"], arguments["w"]
     after = {name: arguments[name] for name in ("bias", "residual")}
     return linear_residual_norm_reference(sums["k"].total(linear(x, w)), w, **after, multiply=given_product)
 
 
-@shares("x: ... +k, w: k !n, residual: ... n, bias: n -> ... n, ...", _sum_from_parts, scatters=True)
+@shares("x: ... +k, w: k !n, residual: ... n, bias: n -> ... n, ...", _residual_norm_from_parts, scatters=True)
 @operation
 def linear_residual_norm(
     x: jax.Array,

@@ -132,12 +132,12 @@ def linear_residual_norm_mosaic(
     return linear_residual_norm_forward(x, w, bias, residual)
 
 
-def _sum_forward(x, w, bias, residual):
+def _residual_norm_forward(x, w, bias, residual):
     total, mean_square = linear_residual_norm_forward(x, w, bias, residual)
     return (total, mean_square), (x, w, bias, total)
 
 
-def _sum_backward(saved, cotangents):
+def _residual_norm_backward(saved, cotangents):
     """The statistics' gradient joins that of the sum, then come the linear layer's products."""
     x, w, bias, total = saved
     dtotal, dmean_square = cotangents
@@ -148,4 +148,4 @@ def _sum_backward(saved, cotangents):
     return dx, dw, dbias, gradient
 
 
-linear_residual_norm_mosaic.defvjp(_sum_forward, _sum_backward)
+linear_residual_norm_mosaic.defvjp(_residual_norm_forward, _residual_norm_backward)

@@ -142,12 +142,7 @@ NORM_LINEAR = OpSpec(
         _norm_call(13, features=2048, outputs=4096, bias=True, activation="silu", tags="gpu"),
         _norm_call(9, features=2048, outputs=14336, tags="gpu"),
         *(_norm_call(rows, features=4096, outputs=4096, tags="gpu bench") for rows in (8192, 512, 16, 1)),
-        *(
-            _norm_call(
-                rows, features=4096, outputs=16384, norm="layer", bias=True, activation="gelu_tanh", tags="gpu bench"
-            )
-            for rows in (8192, 512)
-        ),
+        *(_norm_call(rows, **_WIDE, norm="layer", tags="gpu bench") for rows in (8192, 512)),
     ),
     forward_traffic=traffic(read=("x", "w"), written=("y",), y=result_bytes()),
     backward_traffic=_BACKWARD_TRAFFIC,
@@ -157,33 +152,33 @@ NORM_LINEAR = OpSpec(
 
 
 @product_call
-def _sum_call(x, *, outputs, bias=False):
+def _residual_norm_call(x, *, outputs, bias=False):
     residual, _ = epilogue(x, outputs, residual=True)
     return outputs, {"x": x, "w": weight(x, outputs), **residual}, epilogue(x, outputs, bias=bias)
 
 
-_SUM_DIFFERENTIABLE = ("x", "w", "bias", "residual")
+_RESIDUAL_NORM_DIFFERENTIABLE = ("x", "w", "bias", "residual")
 
 LINEAR_RESIDUAL_NORM = OpSpec(
     name="linear_residual_norm",
     function=linear_residual_norm,
     reference=linear_residual_norm_reference,
-    differentiable=_SUM_DIFFERENTIABLE,
+    differentiable=_RESIDUAL_NORM_DIFFERENTIABLE,
     batched=("x", "residual"),
     arg_specs=(
-        _sum_call(2, 5, features=64, outputs=320, bias=True),
-        _sum_call(130, features=64, outputs=128, dtype="float16"),
-        _sum_call(5, features=100, outputs=96, dtype="float32", bias=True, tags="test ragged"),
-        _sum_call(0, features=64, outputs=128, tags="test empty"),
-        _sum_call(1000, features=4096, outputs=1024, tags="gpu"),
-        _sum_call(777, features=1024, outputs=4032, bias=True, tags="gpu"),
-        _sum_call(600, features=1024, outputs=1088, dtype="float16", tags="gpu"),
-        _sum_call(17, features=1024, outputs=4096, bias=True, tags="gpu"),
-        *(_sum_call(rows, features=14336, outputs=4096, tags="gpu bench") for rows in (8192, 512, 16, 1)),
-        *(_sum_call(rows, features=4096, outputs=4096, tags="gpu bench") for rows in (8192, 512)),
+        _residual_norm_call(2, 5, features=64, outputs=320, bias=True),
+        _residual_norm_call(130, features=64, outputs=128, dtype="float16"),
+        _residual_norm_call(5, features=100, outputs=96, dtype="float32", bias=True, tags="test ragged"),
+        _residual_norm_call(0, features=64, outputs=128, tags="test empty"),
+        _residual_norm_call(1000, features=4096, outputs=1024, tags="gpu"),
+        _residual_norm_call(777, features=1024, outputs=4032, bias=True, tags="gpu"),
+        _residual_norm_call(600, features=1024, outputs=1088, dtype="float16", tags="gpu"),
+        _residual_norm_call(17, features=1024, outputs=4096, bias=True, tags="gpu"),
+        *(_residual_norm_call(rows, features=14336, outputs=4096, tags="gpu bench") for rows in (8192, 512, 16, 1)),
+        *(_residual_norm_call(rows, features=4096, outputs=4096, tags="gpu bench") for rows in (8192, 512)),
     ),
     forward_traffic=traffic(read=("x", "w", "residual"), written=("residual",)),
     backward_traffic=traffic(read=("x", "w", "residual", "residual"), written=("x", "w", "residual")),
-    backward=both_passes(linear_residual_norm, *_SUM_DIFFERENTIABLE),
+    backward=both_passes(linear_residual_norm, *_RESIDUAL_NORM_DIFFERENTIABLE),
     flops=product_flops,
 )
