@@ -66,14 +66,8 @@ def lora_linear_in_one_launch(
 def _launch(x, w, a, b, bias, *, alpha, config):
     (rows, features), outputs, dtype = x.shape, w.shape[1], x.dtype
     config = config.fitted(itemsize=dtype.itemsize, stored_bytes=dtype.itemsize)
-    problem = Problem(
-        m=rows,
-        widths=(outputs,),
-        k=features + DEPTH,
-        dtype=dtype,
-        config=config,
-        depths=(features, DEPTH),
-    )
+    depths = features, DEPTH
+    problem = Problem(m=rows, widths=(outputs,), k=sum(depths), dtype=dtype, config=config, depths=depths)
     strip, pieces = sum(problem.strip), Pieces.of(problem)
     split = WorkSplit.of(
         rows=pl.cdiv(rows, config.tile_m), columns=pl.cdiv(outputs, strip), most=target_device().core_count
