@@ -165,7 +165,7 @@ class Finish:
         """Adds up the products of the tile at a column over the cluster, and finishes the warpgroup's own bundles.
 
         products: 64 columns each, first those of the first weights, then of the next.
-        squares: the sums of x's squares for a norm, or None. is_first, is_last: whether the tile is of the block's.
+        squares: the sums of x's squares for a norm, or None. is_first, is_last: of the block's tiles.
         """
         for number, bundle in enumerate(self.problem.bundles):
             parts = [part for group in bundle for part in products[group :: self.problem.groups]]
