@@ -96,7 +96,7 @@ def grouped_product(
         **REDUCTIONS,
     )
     results = kernel(sizes, list(x), list(weights), extras)
-    return tuple(varying_like(result, sizes, *x, *weights, *extras["bias"]) for result in results)
+    return tuple(varying_like(result, sizes, *x, *weights, *extras["bias"]) for result in results)  # pyright: ignore
 
 
 def _roles(
