@@ -22,13 +22,10 @@ if TYPE_CHECKING:
     from pallas_kernels.ops.embedding_bag.api import embedding_bag
     from pallas_kernels.ops.gated_activation.api import gated_activation
     from pallas_kernels.ops.gated_linear.api import gated_linear
-    from pallas_kernels.ops.grouped_gated_linear.api import grouped_gated_linear
-    from pallas_kernels.ops.grouped_linear.api import grouped_linear
-    from pallas_kernels.ops.linear.api import linear
+    from pallas_kernels.ops.grouped_linear.api import grouped_gated_linear, grouped_linear
+    from pallas_kernels.ops.linear.api import linear, linear_residual_norm, norm_linear
     from pallas_kernels.ops.linear_cross_entropy.api import linear_cross_entropy
-    from pallas_kernels.ops.linear_residual_norm.api import linear_residual_norm
     from pallas_kernels.ops.lora_linear.api import lora_linear
-    from pallas_kernels.ops.norm_linear.api import norm_linear
     from pallas_kernels.ops.norms.api import dropout_residual_norm, layer_norm, rms_norm
     from pallas_kernels.ops.qkv_projection.api import qkv_projection
     from pallas_kernels.ops.quantized_linear.api import quantized_linear
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
     from pallas_kernels.ops.rope.api import rope
     from pallas_kernels.ops.softmax.api import softmax
     from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS
-    from pallas_kernels.primitives.overlapped import BY_COPY_ENGINES, overlapped_collectives
+    from pallas_kernels.primitives.overlapped import overlapped_collectives
     from pallas_kernels.primitives.partitioned import KernelWarning
     from pallas_kernels.registry import REGISTRY, get_op
     from pallas_kernels.specs import ArgSpec, ArraySpec, ErrorBound, OpSpec, Traffic
@@ -87,14 +84,19 @@ __all__ = [
     "softmax",
 ]
 
+BY_COPY_ENGINES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+"""Compiler options by which rows travel as copies between the GPUs of one process, without multiprocessors."""
+
 _HOMES = {
     "arguments": ("Norm", "Rope"),
     "dispatch": ("Choice", "choice", "recorded_choices"),
     "ops._products.norm": ("fold_scale",),
+    "ops.grouped_linear.api": ("grouped_linear", "grouped_gated_linear"),
+    "ops.linear.api": ("linear", "norm_linear", "linear_residual_norm"),
     "ops.norms.api": ("rms_norm", "layer_norm", "dropout_residual_norm"),
     "ops.quantized_linear.weight": ("QuantizedWeight", "quantize"),
     "primitives.few_rows.config": ("MOST_FUSED_NORM_ROWS",),
-    "primitives.overlapped": ("BY_COPY_ENGINES", "overlapped_collectives"),
+    "primitives.overlapped": ("overlapped_collectives",),
     "primitives.partitioned": ("KernelWarning",),
     "registry": ("REGISTRY", "get_op"),
     "specs": ("ArgSpec", "ArraySpec", "ErrorBound", "OpSpec", "Traffic"),

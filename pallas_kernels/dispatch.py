@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax.export import is_symbolic_dim
 
+from pallas_kernels.primitives.context import assigned
 from pallas_kernels.primitives.cuts import part
 from pallas_kernels.primitives.gradients import differentiated_as, with_backward
 from pallas_kernels.primitives.partitioned import (
@@ -104,11 +105,8 @@ def listening(listener: Callable[[Choice], None]) -> Iterator[None]:
 
     An exception from `listener` ends the operation's call.
     """
-    token = _listener.set(listener)
-    try:
+    with assigned(_listener, listener):
         yield
-    finally:
-        _listener.reset(token)
 
 
 @contextlib.contextmanager

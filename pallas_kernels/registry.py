@@ -20,8 +20,10 @@ _NAMES = (
 )
 
 
-_FOLDERS = dict.fromkeys(("rms_norm", "layer_norm", "dropout_residual_norm"), "norms") | {
-    "grouped_gated_linear": "grouped_linear"
+_FOLDERS = {
+    **dict.fromkeys(("rms_norm", "layer_norm", "dropout_residual_norm"), "norms"),
+    **dict.fromkeys(("norm_linear", "linear_residual_norm"), "linear"),
+    "grouped_gated_linear": "grouped_linear",
 }
 """Folders of several operations' entries."""
 

@@ -15,13 +15,13 @@ import functools
 import json
 import math
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.primitives.context import assigned
 from pallas_kernels.primitives.platform import target_device
 
 SCHEMA_VERSION = 1
@@ -150,27 +150,16 @@ def add(path: Path, device_kind: str, entries: Mapping[str, Choice]) -> None:
 
 
 def _replace(path: Path, document: Mapping[str, Any]) -> None:
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        try:
-            json.dump(document, file, indent=1)
-            file.write("\n")
-            file.flush()
-            Path(file.name).chmod(0o644)
-            Path(file.name).replace(path)
-        finally:
-            Path(file.name).unlink(missing_ok=True)
+    written = path.with_name(f".{path.name}.{os.getpid()}")
+    written.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    written.replace(path)
 
 
 @contextlib.contextmanager
 def ignored() -> Iterator[None]:
     """Ignores the tables inside the context: operations traced there follow their own rules."""
-    token = _is_ignored.set(True)
-    try:
+    with assigned(_is_ignored, True):
         yield
-    finally:
-        _is_ignored.reset(token)
 
 
 def forget() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from pallas_kernels import BY_COPY_ENGINES  # imports no JAX
 from xlafuse.errors import UnknownNameError
 from xlafuse.models.plan import SITES, FusionPlan
 
@@ -94,8 +95,6 @@ _BEST = FusionPlan(**dict.fromkeys(SITES, "best"))
 # Merging q, k and v would copy their weights before the product, and its result once for each kernel that reads a part.
 # That is 0.3 GB of traffic in the forward pass of llama3-8b at 2x4096.
 _PRODUCTS_APART = {"xla_gpu_dot_merger_threshold_mb": 0}
-# `pallas_kernels.BY_COPY_ENGINES`, without an import of JAX.
-_BY_COPY_ENGINES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
@@ -178,7 +177,7 @@ STRATEGIES: dict[str, Strategy] = {
                 "rows or sums travel, by copies between the GPUs of one process."
             ),
             plan=_BEST,
-            compiler_options={**_PRODUCTS_APART, **_BY_COPY_ENGINES},
+            compiler_options={**_PRODUCTS_APART, **BY_COPY_ENGINES},
             requires=("block", "cuda", "hopper"),
             overlaps=True,
         ),

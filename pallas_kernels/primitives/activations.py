@@ -207,37 +207,27 @@ def _relu_squared_reference(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {
-        activation.name: activation
-        for activation in (
-            Activation(
-                name="gelu_tanh",
-                of=_gelu_tanh,
-                with_derivative=_gelu_tanh_and_derivative,
-                reference=partial(jax.nn.gelu, approximate=True),
-            ),
-            Activation(
-                name="gelu",
-                of=_gelu,
-                with_derivative=_gelu_and_derivative,
-                reference=partial(jax.nn.gelu, approximate=False),
-            ),
-            Activation(
-                name="quick_gelu",
-                of=_quick_gelu,
-                with_derivative=_quick_gelu_and_derivative,
-                reference=_quick_gelu_reference,
-            ),
-            Activation(name="silu", of=_silu, with_derivative=_silu_and_derivative, reference=jax.nn.silu),
-            Activation(name="relu", of=_relu, with_derivative=_relu_and_derivative, reference=jax.nn.relu),
-            Activation(
-                name="relu_squared",
-                of=_relu_squared,
-                with_derivative=_relu_squared_and_derivative,
-                reference=_relu_squared_reference,
-            ),
-        )
-    }
+_ALL = (
+    Activation(
+        name="gelu_tanh",
+        of=_gelu_tanh,
+        with_derivative=_gelu_tanh_and_derivative,
+        reference=partial(jax.nn.gelu, approximate=True),
+    ),
+    Activation(
+        name="gelu", of=_gelu, with_derivative=_gelu_and_derivative, reference=partial(jax.nn.gelu, approximate=False)
+    ),
+    Activation(
+        name="quick_gelu", of=_quick_gelu, with_derivative=_quick_gelu_and_derivative, reference=_quick_gelu_reference
+    ),
+    Activation(name="silu", of=_silu, with_derivative=_silu_and_derivative, reference=jax.nn.silu),
+    Activation(name="relu", of=_relu, with_derivative=_relu_and_derivative, reference=jax.nn.relu),
+    Activation(
+        name="relu_squared",
+        of=_relu_squared,
+        with_derivative=_relu_squared_and_derivative,
+        reference=_relu_squared_reference,
+    ),
 )
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({each.name: each for each in _ALL})
 """The activations by name: "gelu_tanh", "gelu" (exact), "quick_gelu" (CLIP's), "silu", "relu" and "relu_squared"."""

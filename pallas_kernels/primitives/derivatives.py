@@ -1,4 +1,4 @@
-"""Limits operations to first derivatives in reverse mode. All others raise on every platform.
+"""First derivatives in reverse mode: of some arguments, and as the limit of operations. All others raise everywhere.
 
 A kernel has only a backward pass, while XLA could differentiate its own program again or in forward mode. Code that
 relied on that would run on a laptop and fail on a GPU, so both refuse it. `implementation="xla"` has all derivatives.
@@ -6,6 +6,7 @@ relied on that would run on a laptop and fail on a GPU, so both refuse it. `impl
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,16 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+
+def with_pullback(function: Callable[..., Any], wanted: Sequence[bool], *values: Any) -> Any:
+    """Returns the function's result and its pullback to the wanted arguments."""
+
+    def of_wanted(*own: Any) -> Any:
+        given = iter(own)
+        return function(*(next(given) if is_wanted else value for value, is_wanted in zip(values, wanted, strict=True)))
+
+    return jax.vjp(of_wanted, *(value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted))
 
 
 def first_order(operation: str, arguments: Any) -> Any:

@@ -17,8 +17,9 @@ from jax.interpreters import ad
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from pallas_kernels.primitives.cuts import cut_of
+from pallas_kernels.primitives.derivatives import with_pullback
 from pallas_kernels.primitives.platform import mapped_mesh_axes
-from pallas_kernels.primitives.sharded import Shared, computed_among, with_pullback
+from pallas_kernels.primitives.sharded import Shared, computed_among
 from pallas_kernels.primitives.shared_call import Notify, local_call, place_of
 from pallas_kernels.specs import Static
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from pallas_kernels.primitives.derivatives import with_pullback
 from pallas_kernels.primitives.gemm.config import choose_config, estimated_us
 from pallas_kernels.primitives.gemm.kernel import gemm
 from pallas_kernels.primitives.gemm.operands import FEWEST_OUTPUTS, padded_rows
@@ -105,13 +106,10 @@ def differentiated_as(apart: Callable[..., Any], together: Callable[..., Any]) -
 
     def forward(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
-
-        def of_wanted(*own: Any) -> Any:
-            given = iter(own)
-            return apart(*structure.unflatten([next(given) if leaf.perturbed else leaf.value for leaf in leaves]))
-
-        result, pullback = jax.vjp(of_wanted, *(leaf.value for leaf in leaves if leaf.perturbed))
-        return result, (pullback, Static((structure, tuple(leaf.perturbed for leaf in leaves))))
+        wanted = tuple(leaf.perturbed for leaf in leaves)
+        values = (leaf.value for leaf in leaves)
+        result, pullback = with_pullback(lambda *own: apart(*structure.unflatten(own)), wanted, *values)
+        return result, (pullback, Static((structure, wanted)))
 
     def backward(saved: Any, cotangents: Any) -> Any:
         pullback, (structure, wanted) = saved[0], saved[1].value

@@ -15,6 +15,8 @@ from jax._src.pallas.mosaic_gpu.core import AbstractRefUnion
 from jax._src.state import AbstractRef
 from jax.extend.core import jaxprs_in_params
 
+from pallas_kernels.primitives.derivatives import with_pullback
+
 _ABSENT = {
     primitives.async_store_smem_p: "stores to the shared memory of another block",
     primitives.wgmma_accumulator_store_p: "stores to accumulators",
@@ -53,14 +55,8 @@ def reason_against(call: Callable[..., Any], arrays: tuple[Any, ...], *, with_gr
     def traced(*arrays: Any) -> Any:
         if not with_gradient:
             return call(*arrays)
-        is_wanted = [jnp.issubdtype(array.dtype, jnp.inexact) for array in arrays]
-
-        def of_wanted(*wanted: Any) -> Any:
-            given = iter(wanted)
-            return call(*(next(given) if each else array for each, array in zip(is_wanted, arrays, strict=True)))
-
-        wanted = [array for each, array in zip(is_wanted, arrays, strict=True) if each]
-        results, pullback = jax.vjp(of_wanted, *wanted)
+        wanted = [jnp.issubdtype(array.dtype, jnp.inexact) for array in arrays]
+        results, pullback = with_pullback(call, wanted, *arrays)
         return pullback(jax.tree.map(jnp.ones_like, results))
 
     if IS_COMPLETE:

@@ -21,12 +21,11 @@ from jax._src.interpreters import partial_eval as pe
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
+from pallas_kernels.primitives.context import assigned
 from pallas_kernels.primitives.cuts import Cut, part
 from pallas_kernels.primitives.dimensions import ROWS, Axes, Rule, axes_at, names_in
 from pallas_kernels.primitives.gemm.row_blocks import RowBlock
 
-BY_COPY_ENGINES: Mapping[str, str] = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
-"""Compiler options by which rows travel as copies between the GPUs of one process, without multiprocessors."""
 _ROW = f"{ROWS}0"
 """The last leading dimension, whose blocks travel."""
 
@@ -47,11 +46,8 @@ def overlapped_collectives() -> Iterator[None]:
     also where the axes that cut its features are to cut that dimension of the result. Mosaic GPU's kernels must be able
     to take the parts. Gradients keep XLA's collectives.
     """
-    token = _overlaps.set(True)
-    try:
+    with assigned(_overlaps, True):
         yield
-    finally:
-        _overlaps.reset(token)
 
 
 def is_overlapping() -> bool:
@@ -119,11 +115,8 @@ class Gather:
         Raises:
             NotImplementedError: it needs a result of the products, which would have to be placed, too.
         """
-        recorded = part.set(None)  # `in_place` makes the choice, and records it
-        try:
+        with assigned(part, None):  # `in_place` makes the choice, and records it
             traced = jax.make_jaxpr(lambda *arrays: run(*arrays)[self.results :])(*operands)
-        finally:
-            part.reset(recorded)
         kept = jaxpr_as_fun(traced)(*operands)
         for i, own in enumerate(rule.results[self.results :]):
             if set(cut.own(own)) & set(self.axes):

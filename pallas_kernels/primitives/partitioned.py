@@ -27,11 +27,13 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
+from pallas_kernels.primitives.context import assigned
+from pallas_kernels.primitives.derivatives import with_pullback
 from pallas_kernels.primitives.dimensions import Dimensions
 from pallas_kernels.primitives.explicit import by_explicit_axes, is_explicit, on_one_device
 from pallas_kernels.primitives.interpreter import reason_against
 from pallas_kernels.primitives.platform import is_interpreted
-from pallas_kernels.primitives.sharded import Shared, shared_by, with_pullback
+from pallas_kernels.primitives.sharded import Shared, shared_by
 from pallas_kernels.primitives.shared_call import mesh_of, needed, notify, place_of
 from pallas_kernels.specs import Static
 
@@ -66,15 +68,6 @@ def interpreter_lacks(operation: str) -> str | None:
     """Returns why JAX's interpreter cannot run the kernels of this call, or None if it can or is not in use."""
     name, reason = _uninterpretable.get() or (None, None)
     return reason if name == operation else None
-
-
-@contextlib.contextmanager
-def _set[T](variable: ContextVar[T], value: T) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 def is_spread(array: Any) -> bool:
@@ -117,21 +110,21 @@ def call_operation(
         return function(*args, **{**kwargs, **given})
 
     def call(*arrays: Any, **given: Any) -> Any:
-        with _set(_settled, operation):
+        with assigned(_settled, operation):
             return unsettled(*arrays, **given)
 
     if is_settled(operation):
         return function(*args, **kwargs)
     if is_interpreted():
         reason = reason_against(call, tuple(arrays), with_gradient=kwargs.get("implementation") is None)
-        with _set(_uninterpretable, None if reason is None else (operation, reason)):
+        with assigned(_uninterpretable, None if reason is None else (operation, reason)):
             return function(*args, **kwargs)
     if not any(isinstance(leaf, Tracer) for leaf in arrays):
         return function(*args, **kwargs)
     reference = partial(call, implementation="xla")
     if dimensions is not None and is_explicit() and any(any(jax.typeof(leaf).sharding.spec) for leaf in arrays):
         with on_one_device():
-            with _set(_open_to, operation), contextlib.suppress(KernelChosen):  # checks and records the call
+            with assigned(_open_to, operation), contextlib.suppress(KernelChosen):  # checks and records the call
                 jax.eval_shape(unsettled, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays))
             shared = shared_by(operation, dimensions, function, call, reference, (args, kwargs), places)
         if shared is not None:
@@ -141,7 +134,7 @@ def call_operation(
     if dimensions is None and automatic_axes() and kwargs.get("implementation") is None:
         return function(*args, **kwargs)  # by XLA
     try:
-        with _set(_open_to, operation):
+        with assigned(_open_to, operation):
             return function(*args, **kwargs)
     except KernelChosen:
         pass
@@ -164,7 +157,7 @@ _heard: ContextVar[dict[str, str] | None] = ContextVar("heard", default=None)
 def kernel_warnings() -> Iterator[dict[str, str]]:
     """Collects the texts of `KernelWarning`s, which are not shown then, each with its operation."""
     heard: dict[str, str] = {}
-    with _set(_heard, heard):
+    with assigned(_heard, heard):
         yield heard
 
 
@@ -314,7 +307,7 @@ def _lower_either(
         return mlir.lower_fun(jaxpr_as_fun(kernel))(ctx, *operands)
     if not is_shared or mesh_of(ctx) is None:
         _warn(ctx, operation, "is left to XLA")
-    with _set(notify, (partial(_warn, ctx, operation), place_of(ctx.traceback))):
+    with assigned(notify, (partial(_warn, ctx, operation), place_of(ctx.traceback))):
         return mlir.lower_fun(partial(needed, reference))(ctx, *operands)
 
 

@@ -21,14 +21,8 @@ from jax.core import ShapedArray
 from jax.interpreters import ad
 
 from pallas_kernels.primitives.cuts import Cut, Sums, told_of_parts, varying
-from pallas_kernels.primitives.dimensions import (
-    Axes,
-    Dimensions,
-    Rule,
-    names_in,
-    rule_of,
-    sizes_apart,
-)
+from pallas_kernels.primitives.derivatives import with_pullback
+from pallas_kernels.primitives.dimensions import Axes, Dimensions, Rule, names_in, rule_of, sizes_apart
 from pallas_kernels.primitives.gemm.row_blocks import RowBlock
 from pallas_kernels.primitives.overlapped import InPlace, is_overlapping
 from pallas_kernels.primitives.shared_call import shared_p
@@ -271,13 +265,3 @@ class _Place:
     """Stands for a leaf of the arguments."""
 
     i: int
-
-
-def with_pullback(function: Callable[..., Any], wanted: Sequence[bool], *values: Any) -> Any:
-    """Returns the function's result and its pullback to the wanted arguments."""
-
-    def of_wanted(*own: Any) -> Any:
-        given = iter(own)
-        return function(*(next(given) if is_wanted else value for value, is_wanted in zip(values, wanted, strict=True)))
-
-    return jax.vjp(of_wanted, *(value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted))

@@ -35,10 +35,9 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
+from pallas_kernels.primitives.context import assigned
 from pallas_kernels.primitives.cuts import Cut, cut_of, part, summed, text_of_parts, varying
-from pallas_kernels.primitives.dimensions import (
-    Rule,
-)
+from pallas_kernels.primitives.dimensions import Rule
 from pallas_kernels.primitives.overlapped import gather_of
 from pallas_kernels.primitives.platform import target_device
 
@@ -238,11 +237,8 @@ def local_call(
     def local(*arrays: Any) -> tuple[Any, ...]:
         if cut.sums:
             arrays = tuple(varying(each, cut.own(own)) for each, own in zip(arrays, rule.operands, strict=True))
-        token = part.set((text, where))
-        try:
+        with assigned(part, (text, where)):
             computed = needed(partial(run, cut), *arrays)
-        finally:
-            part.reset(token)
         if rule.primal is None:
             return tuple(computed)
         pairs = zip(computed, rule.results, cut.scattered, strict=True)

@@ -15,10 +15,9 @@ from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import Operands
 from pallas_kernels.ops.rope.tables import angle_tables
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.few_rows.heads import Rotation
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.few_rows.norm import PrologueNorm
-from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.epilogue import Epilogue, Rotation
 from pallas_kernels.primitives.hopper import SHARED_BYTES
 
 CUTS = {
@@ -144,14 +143,13 @@ def test_heads_of_weights_beside_each_other(name, seed):
     x = normal(seed, m, k)
     weights = [normal(seed + 1 + i, k, count * size) for i, count in enumerate(counts)]
     bias = [normal(seed + 5 + i, count * size) for i, count in enumerate(counts)]
-    filled = [jnp.pad(part, (0, -part.size % config.columns)) for part in bias]
     cos, sin = (normal(seed + 9 + i, m, size // 2, dtype=jnp.float32) for i in range(2))
     rotation = Rotation(size=size, cos=cos, sin=sin)
     scale = normal(seed + 8, k)
     got = few_rows_product(
         x,
         weights,
-        bias=jnp.concatenate(filled),
+        bias=bias,
         norm=PrologueNorm(epsilon=0.1, scale=scale) if is_normed else None,
         rotation=rotation,
         is_concatenated=True,

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from pallas_kernels.ops._products.layer import Layer, LayerArrays
 from pallas_kernels.ops.linear.config import tuned_config, tuned_key
 from pallas_kernels.ops.qkv_projection.config import default_config
-from pallas_kernels.primitives.few_rows.config import ONE_WARPGROUP, FewRowsConfig, choose_few_rows
+from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
@@ -48,11 +48,6 @@ def test_normed_products_of_few_rows(rows, features, outputs, is_inside):
     config = tuned_config(known, rows, is_normed=True)
     assert isinstance(config, FewRowsConfig)
     assert config.fuses_norm == is_inside
-
-
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
-def test_a_warpgroup_alone_where_tiles_are_nearly_enough(rows):
-    assert choose_few_rows(rows, 4096, 4096) == ONE_WARPGROUP
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from products import assert_close, normal, wide
 
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.gemm.config import GemmConfig
-from pallas_kernels.primitives.gemm.epilogue import Epilogue, HeadRotation
+from pallas_kernels.primitives.gemm.epilogue import Epilogue, Rotation
 from pallas_kernels.primitives.gemm.kernel import gemm
 from pallas_kernels.primitives.hopper import SHARED_BYTES
 
@@ -121,9 +121,9 @@ def test_right_operands_beside_each_other(m, config, size, seed):
     got = gemm(
         [x],
         weights,
-        rotations=[HeadRotation(size=size, angles=size // 2), HeadRotation(size=size, angles=size // 2), None],
+        is_concatenated=True,
+        rotation=Rotation(size=size, cos=angles[0], sin=angles[1]),
         bias=[None, bias, None],
-        angles=angles,
         row_scale=scale,
         config=config,
     )

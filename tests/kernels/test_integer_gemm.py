@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from draws import integers, normal
 
 from pallas_kernels.primitives.activations import get_activation
+from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.hopper import SHARED_BYTES
-from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
 from pallas_kernels.primitives.integer_gemm.kernel import integer_gemm
+from pallas_kernels.primitives.integer_gemm.store import PIECE
 from pallas_kernels.primitives.integers import pack, unpack
 from pallas_kernels.specs import seeds_of
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
-SMALL = IntegerGemmConfig(rows=64, depth=64, stages=2)
+SMALL = GemmConfig(tile_m=64, tile_n=128, tile_k=64, stages=2, store_slots=1)
 
 
 def operands(seed, m, k, n, dtype):
@@ -35,10 +38,10 @@ def operands(seed, m, k, n, dtype):
     ("config", "sizes", "dtype"),
     [
         (SMALL, (136, 128, 192), jnp.int8),
-        (IntegerGemmConfig(rows=128), (67, 256, 64), jnp.int8),
-        (IntegerGemmConfig(rows=64, depth=256), (64, 512, 128), jnp.int4),
+        (replace(SMALL, tile_m=128, tile_k=128, store_slots=2), (67, 256, 64), jnp.int8),
+        (replace(SMALL, tile_k=256), (64, 512, 128), jnp.int4),
         (SMALL, (131, 128, 192), jnp.uint8),
-        (IntegerGemmConfig(rows=104, warpgroups=3), (67, 256, 64), jnp.uint8),
+        (replace(SMALL, tile_m=104, tile_n=192, tile_k=128, warpgroups=3, store_slots=2), (67, 256, 64), jnp.uint8),
     ],
 )
 def test_product(config, sizes, dtype, seed):
@@ -82,6 +85,7 @@ def test_lanes_hold_what_their_products_take():
 
 
 def test_stages_are_those_that_fit():
-    fitted = IntegerGemmConfig(stages=20).fitted(weight_bits=8, itemsize=2, out_itemsize=2)
+    config = GemmConfig(tile_n=128, tile_k=128, stages=20)
+    fitted = config.fitted(weight_bits=8, itemsize=2, stored_bytes=0, other_bytes=2 * 128 * PIECE * 2)
     stage = 128 * (128 + 2 * 128)
     assert fitted.stages * stage < SHARED_BYTES < (fitted.stages + 2) * stage

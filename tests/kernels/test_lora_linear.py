@@ -14,7 +14,7 @@ from draws import normal
 
 from pallas_kernels import lora_linear
 from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
-from pallas_kernels.ops.lora_linear.work_split import WorkSplit
+from pallas_kernels.ops.lora_linear.one_launch import WorkSplit
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.specs import seeds_of
 
@@ -100,7 +100,7 @@ def test_few_blocks_compute_x_a_for_all(cut, monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_copies_are_rows_of_one_launch_or_launches_of_their_own(monkeypatch):
+def test_copies_are_launches_of_their_own(monkeypatch):
     counts = interpreter_semaphores.extend(monkeypatch)
     x, w, a, b = arrays(rows=3, features=128, outputs=128, rank=8).values()
     copies = jnp.stack([x, 2 * x, 3 * x])
@@ -111,7 +111,7 @@ def test_copies_are_rows_of_one_launch_or_launches_of_their_own(monkeypatch):
     ):
         for i in range(y.shape[0]):
             assert_close(y[i], (i + 1) * exact(x, w, a, b, alpha=0.5))
-    assert sum(counts.values()) == 2 + 2 * 2
+    assert sum(counts.values()) == 3 * 2 + 2 * 2
 
 
 @pytest.mark.parametrize(

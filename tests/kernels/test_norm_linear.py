@@ -9,9 +9,8 @@ import pytest
 from draws import normal
 
 from pallas_kernels import Norm, fold_scale, linear_residual_norm, norm_linear, rms_norm
-from pallas_kernels.ops.linear_residual_norm.config import is_preferred
-from pallas_kernels.ops.linear_residual_norm.mosaic_gpu import linear_residual_norm_forward
-from pallas_kernels.ops.norm_linear import api
+from pallas_kernels.ops.linear import config as linear
+from pallas_kernels.ops.linear.mosaic_gpu import linear_residual_norm_forward
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
 
 
@@ -37,7 +36,7 @@ def test_without_a_gpu_none_is_xla():
     [(16, 4096, 8192, True), (17, 4096, 8192, False), (1, 4088, 8192, False), (1, 4096, 8184, False)],
 )
 def test_few_rows_of_a_residual_norm_take_the_kernel_where_it_was_measured(rows, outputs, features, is_best):
-    assert is_preferred(rows, outputs, features) == is_best
+    assert linear.is_preferred_with_squares(rows, outputs, features) == is_best
 
 
 def test_errors_say_what_is_wrong():
@@ -82,7 +81,7 @@ def test_norm_of_few_rows_in_the_products_launch(monkeypatch):
     x, w, residual = arrays()
     norm = Norm(1 + 0.1 * jnp.arange(128.0) / 128, epsilon=0.1)
     config = FewRowsConfig(columns=64, warpgroups=2, fuses_norm=True)
-    monkeypatch.setattr(api, "tuned_config", lambda *_, **__: config)
+    monkeypatch.setattr(linear, "tuned_config", lambda *_, **__: config)
     got, expected = (
         norm_linear(x, w, norm=norm, residual=residual, activation="relu", implementation=i) for i in ("mosaic", "xla")
     )

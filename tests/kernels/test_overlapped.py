@@ -26,7 +26,6 @@ from pallas_kernels import (
     recorded_choices,
 )
 from pallas_kernels.ops._products import product, rings
-from pallas_kernels.ops.qkv_projection import mosaic_gpu as qkv
 from pallas_kernels.primitives import shared_call
 from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
@@ -45,7 +44,7 @@ def reference(a, b, *, bias=None, residual=None, epilogue=None, out_dtype=None, 
     dtype, x = a[0].dtype, x.reshape(-1, x.shape[-1])
     products = [jnp.dot(x, w, preferred_element_type=jnp.float32) for w in b]
     biases = [] if bias is None else bias if isinstance(bias, (list, tuple)) else [bias]
-    if options.get("rotations"):
+    if options.get("is_concatenated"):
         results = [y if each is None else y + each for y, each in zip(products, biases, strict=True)]
     else:
         given = {"scale": None, "biases": biases, "residual": residual, "dtype": dtype}
@@ -64,7 +63,7 @@ def mesh(request, monkeypatch) -> Mesh:
     devices = jax.devices("cpu")
     if len(devices) < request.param:
         pytest.skip("needs simulated CPU devices; run this folder by itself")
-    for module in (rings, product, qkv):
+    for module in (rings, product):
         monkeypatch.setattr(module, "gemm", reference)
     monkeypatch.setattr(shared_call, "_device", lambda platforms: H200)
     return Mesh(np.array(devices[: request.param]), ("t",))

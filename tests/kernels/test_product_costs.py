@@ -6,7 +6,6 @@ import pytest
 
 from pallas_kernels.ops.gated_linear import config as gated_linear
 from pallas_kernels.ops.linear import config as linear
-from pallas_kernels.ops.linear_residual_norm import config as linear_residual_norm
 from pallas_kernels.primitives.gradients import is_faster_summed
 
 
@@ -41,7 +40,7 @@ def test_gated_linear(sizes, is_best):
     ],
 )
 def test_linear_residual_norm(sizes, is_best):
-    assert linear_residual_norm.is_preferred(*sizes) == is_best
+    assert linear.is_preferred_with_squares(*sizes) == is_best
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def norm_reference(norm: Norm | None, x: jax.Array) -> jax.Array:
 
 
 def as_rows(x: jax.Array) -> jax.Array:
-    """Reshapes (..., features) to (rows, features)."""
+    """Reshapes (..., features) to (rows, features). With more, XLA on CPUs sums products' gradients in bfloat16."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 

@@ -13,19 +13,25 @@ from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.gemm.config import MOST_MIXED_ROWS, GemmConfig, choose_config
 from pallas_kernels.primitives.gemm.kernel import gemm
 from pallas_kernels.primitives.gradients import input_gradient, products_apart, weight_gradients
+from pallas_kernels.primitives.integer_gemm.kernel import integer_gemm
 from pallas_kernels.primitives.platform import varying_like
 
 Config = GemmConfig | FewRowsConfig
 
 
-def product(x: jax.Array, weights: Sequence[jax.Array], *, config: Config, **options: Any) -> tuple[jax.Array, ...]:
+def product(
+    x: jax.Array, weights: Sequence[jax.Array], *, scales: Sequence[jax.Array] = (), config: Config, **options: Any
+) -> tuple[jax.Array, ...]:
     """Returns the epilogue's results for x's products with the weights.
 
-    x: (rows, features); weights: (features, outputs) each, of one 16-bit dtype. options: those of `few_rows_product` or
-    of `gemm`, by the kind of the configuration.
+    x: (rows, features); weights: (features, outputs) each, of one 16-bit dtype; or with scales, (groups, outputs),
+    integers (outputs, features). options: those of `few_rows_product`, `gemm` or, of one integer weight,
+    `integer_gemm`, by the kind of the configuration.
     """
     if isinstance(config, FewRowsConfig):
-        return few_rows_product(x, weights, config=config, **options)
+        return few_rows_product(x, weights, scales=scales, config=config, **options)
+    if scales:
+        return (integer_gemm(x, weights[0], scales[0][0], config=config, **options),)
     return gemm([x], weights, config=config, **options)
 
 

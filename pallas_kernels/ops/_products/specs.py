@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.ops._products.norm import as_rows
 from pallas_kernels.spec_builders import arg_spec, call_name
 from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, Fill
 
@@ -122,8 +120,3 @@ def product_flops(arguments: Arguments, phase: str, *, weights: tuple[str, ...] 
     """Counts the multiplications and additions of a phase's products of x with each of the weights."""
     outputs = sum(arguments[name].shape[1] for name in weights)
     return 2 * rows_of(arguments) * arguments["x"].shape[-1] * outputs * (1 if phase == "forward" else 2)
-
-
-def flat(array: jax.Array | None) -> jax.Array | None:
-    """Reshapes (..., columns) to (rows, columns)."""
-    return None if array is None else as_rows(array)

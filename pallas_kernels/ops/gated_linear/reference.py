@@ -25,7 +25,6 @@ def gated_linear_reference(
     Rounds the normalised x and the products to x's dtype; the rest is in float32 (float64 for float64 inputs).
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    # Rows as one dimension: with more, XLA on CPUs sums the gradients of products in bfloat16.
     rows = as_rows(norm_reference(norm, x))
     gate, up = jnp.matmul(rows, w_gate).astype(wide), jnp.matmul(rows, w_up).astype(wide)
     gate = gate if bias_gate is None else gate + bias_gate.astype(wide)

@@ -1,4 +1,4 @@
-"""The public function: checks and dispatch."""
+"""The public functions: checks and dispatch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from jax import lax
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops._products.checks import check_operands, optional_activation
-from pallas_kernels.ops.grouped_linear.mosaic_gpu import grouped_linear_mosaic
-from pallas_kernels.ops.grouped_linear.reference import grouped_linear_reference
+from pallas_kernels.ops.grouped_linear.mosaic_gpu import grouped_gated_linear_mosaic, grouped_linear_mosaic
+from pallas_kernels.ops.grouped_linear.reference import grouped_gated_linear_reference, grouped_linear_reference
+from pallas_kernels.ops.linear.reference import given_product
+from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, as_int32, optional_arrays, static_flag
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES, FEWEST_OUTPUTS
@@ -34,12 +36,12 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Ar
             return grouped_linear(**given)
         product = sums["k"].total(grouped_linear(**{**given, "bias": None, "activation": None}))
         others = {name: given[name] for name in ("w", "group_sizes", "bias", "activation")}
-        return grouped_linear_reference(product, **others, multiply=lambda rows, *_, **__: rows)
+        return grouped_linear_reference(product, **others, multiply=given_product)
 
-    return of_own_groups(layer, arguments, sums)
+    return _of_own_groups(layer, arguments, sums)
 
 
-def of_own_groups(
+def _of_own_groups(
     layer: Callable[[Mapping[str, Any]], jax.Array], arguments: Mapping[str, Any], sums: Mapping[str, Any]
 ) -> jax.Array:
     """Computes a grouped layer where groups may be cut: rows of other devices' groups are zeros in the sum."""
@@ -106,9 +108,9 @@ def grouped_linear(
     (bias,) = optional_arrays("grouped_linear", bias=bias)
     transpose = static_flag("grouped_linear", "transpose", transpose)
     function = optional_activation("grouped_linear", activation)
-    check_groups("grouped_linear", x, {"w": w}, group_sizes, transpose=transpose)
+    _check_groups("grouped_linear", x, {"w": w}, group_sizes, transpose=transpose)
     outputs = w.shape[1 if transpose else 2]
-    check_group_bias("grouped_linear", "bias", bias, (w.shape[0], outputs))
+    _check_group_bias("grouped_linear", "bias", bias, (w.shape[0], outputs))
     support = {"mosaic": partial(mosaic_unsupported, x, outputs), "xla": lambda: None}
     chosen = choose("grouped_linear", implementation, support, preferred=("mosaic",))
     if chosen == "xla" or x.size == 0 or w.size == 0:
@@ -116,6 +118,78 @@ def grouped_linear(
         return grouped_linear_reference(x, w, group_sizes, **options)
     operands = varying_alike((x, w, bias, as_int32(group_sizes)))
     y: jax.Array = grouped_linear_mosaic(function, transpose, *operands)  # pyright: ignore
+    return y
+
+
+def _gated_from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Array:
+    """Computes the layer where groups are cut."""
+    return _of_own_groups(lambda given: grouped_gated_linear(**given), arguments, sums)
+
+
+_GATED_DIMENSIONS = "x: m k, w_gate: +g k n, w_up: g k n, bias_gate: g n, bias_up: g n, group_sizes: sizes of m -> m n"
+
+
+@shares(_GATED_DIMENSIONS, _gated_from_parts)
+@operation
+def grouped_gated_linear(
+    x: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    bias_gate: jax.Array | None = None,
+    bias_up: jax.Array | None = None,
+    activation: str = "silu",
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Multiplies each group of consecutive rows by its own gate and up weights: `gated_linear` of an expert.
+
+    Equivalent to this, with products accumulated in float32 and float32 between the casts:
+
+        gate, up = (jax.lax.ragged_dot(x, w, group_sizes) for w in (w_gate, w_up))
+        of = group of each row
+        y = activation(gate + bias_gate[of]) * (up + bias_up[of])  # zero in rows of no group
+
+    One launch computes both products and the gating. A call that is differentiated keeps both products, and has a
+    launch of its own for the gating, forward and backward; then one for x, and one for each of the weights.
+
+    Args:
+        x: (rows, features), sorted by group; bfloat16 or float16 (any floating dtype with "xla").
+        w_gate: (groups, features, outputs), of x's dtype.
+        w_up: an array of w_gate's shape and dtype.
+        group_sizes: (groups,), integers; see `grouped_linear`.
+        bias_gate, bias_up: (groups, outputs), any floating dtype, each None for none.
+        activation: a name from `pallas_kernels.primitives.activations.ACTIVATIONS`.
+        implementation: one of the names below, a sequence of them in order of preference, or None.
+            "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`. Features and outputs must
+            be multiples of 64, and at least 128.
+            "xla": always runs.
+            None: "mosaic" if it can run, else "xla".
+
+    Returns:
+        y, (rows, outputs), of x's dtype; zero in rows of no group.
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit together, or the activation or implementation is unknown.
+        NotImplementedError: the requested implementation cannot run; the message says why.
+
+    Source: see `grouped_linear` and `gated_linear`.
+    """
+    x, w_gate, w_up, group_sizes = as_arrays(
+        "grouped_gated_linear", x=x, w_gate=w_gate, w_up=w_up, group_sizes=group_sizes
+    )
+    biases = optional_arrays("grouped_gated_linear", bias_gate=bias_gate, bias_up=bias_up)
+    function = get_activation("grouped_gated_linear", activation)
+    _check_groups("grouped_gated_linear", x, {"w_gate": w_gate, "w_up": w_up}, group_sizes)
+    for name, bias in zip(("bias_gate", "bias_up"), biases, strict=True):
+        _check_group_bias("grouped_gated_linear", name, bias, (w_gate.shape[0], w_gate.shape[2]))
+    support = {"mosaic": partial(mosaic_unsupported, x, w_gate.shape[2]), "xla": lambda: None}
+    chosen = choose("grouped_gated_linear", implementation, support, preferred=("mosaic",))
+    if chosen == "xla" or x.size == 0 or w_gate.size == 0:
+        given = {"bias_gate": biases[0], "bias_up": biases[1]}
+        return grouped_gated_linear_reference(x, w_gate, w_up, group_sizes, activation=activation, **given)
+    operands = varying_alike((x, w_gate, w_up, tuple(biases), as_int32(group_sizes)))
+    y: jax.Array = grouped_gated_linear_mosaic(function, *operands)  # pyright: ignore
     return y
 
 
@@ -129,7 +203,7 @@ def mosaic_unsupported(x: jax.Array, outputs: int) -> str | None:
     return mosaic_gpu_unsupported()
 
 
-def check_group_bias(operation: str, name: str, bias: jax.Array | None, shape: tuple[int, int]) -> None:
+def _check_group_bias(operation: str, name: str, bias: jax.Array | None, shape: tuple[int, int]) -> None:
     """Raises ValueError unless the bias, if there is one, is floating and of the shape (groups, outputs)."""
     if bias is not None and (bias.shape != shape or not jnp.issubdtype(bias.dtype, jnp.floating)):
         raise ValueError(
@@ -138,7 +212,7 @@ def check_group_bias(operation: str, name: str, bias: jax.Array | None, shape: t
         )
 
 
-def check_groups(
+def _check_groups(
     operation: str, x: jax.Array, weights: dict[str, jax.Array], group_sizes: jax.Array, *, transpose: bool = False
 ) -> None:
     """Raises TypeError or ValueError unless weights, by name, and sizes fit x and one another."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops._products.checks import optional_activation
+from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 
 
 def group_of_rows(group_sizes: jax.Array, rows: int) -> jax.Array:
@@ -28,13 +29,13 @@ def grouped_linear_reference(
     multiply: Callable[..., jax.Array] = lax.ragged_dot,
 ) -> jax.Array:
     """See `pallas_kernels.grouped_linear`. The product is rounded to x's dtype, what follows is in float32."""
-    y, is_own = grouped_product_reference(x, w, group_sizes, bias=bias, transpose=transpose, multiply=multiply)
+    y, is_own = _product(x, w, group_sizes, bias=bias, transpose=transpose, multiply=multiply)
     if function := optional_activation("grouped_linear", activation):
         y = function.reference(y.astype(jnp.promote_types(x.dtype, jnp.float32)))
     return jnp.where(is_own, y, 0).astype(x.dtype)
 
 
-def grouped_product_reference(
+def _product(
     x: jax.Array,
     w: jax.Array,
     group_sizes: jax.Array,
@@ -51,3 +52,20 @@ def grouped_product_reference(
     if bias is not None:
         y = y.astype(wide) + bias.astype(wide)[group]  # rows of no group take the last one's
     return y, (group < w.shape[0])[:, None]
+
+
+def grouped_gated_linear_reference(
+    x: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    bias_gate: jax.Array | None = None,
+    bias_up: jax.Array | None = None,
+    activation: str = "silu",
+) -> jax.Array:
+    """See `pallas_kernels.grouped_gated_linear`. The products are rounded to x's dtype, what follows is in float32."""
+    gate, is_own = _product(x, w_gate, group_sizes, bias=bias_gate)
+    up, _ = _product(x, w_up, group_sizes, bias=bias_up)
+    y = gated_activation_reference(gate, up, activation=activation)
+    return jnp.where(is_own, y, 0).astype(x.dtype)

@@ -9,12 +9,9 @@ from typing import Any
 import jax
 
 from pallas_kernels.ops._products.specs import product_call
-from pallas_kernels.ops.grouped_gated_linear.api import grouped_gated_linear
-from pallas_kernels.ops.grouped_gated_linear.mosaic_gpu import grouped_gated_linear_backward
-from pallas_kernels.ops.grouped_gated_linear.reference import grouped_gated_linear_reference
-from pallas_kernels.ops.grouped_linear.api import grouped_linear
-from pallas_kernels.ops.grouped_linear.mosaic_gpu import grouped_linear_backward
-from pallas_kernels.ops.grouped_linear.reference import grouped_linear_reference
+from pallas_kernels.ops.grouped_linear.api import grouped_gated_linear, grouped_linear
+from pallas_kernels.ops.grouped_linear.mosaic_gpu import grouped_gated_linear_backward, grouped_linear_backward
+from pallas_kernels.ops.grouped_linear.reference import grouped_gated_linear_reference, grouped_linear_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.spec_builders import backward_passes, gradients_of, traffic
 from pallas_kernels.specs import ArgSpec, Arguments, ArraySpec, OpSpec

@@ -1,1 +1,1 @@
-"""A linear layer with optional bias, activation and residual."""
+"""Linear layers with optional bias, activation and residual; after a norm, and in front of one."""

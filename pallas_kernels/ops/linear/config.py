@@ -1,4 +1,4 @@
-"""The linear layer's key in the tuned table, its configuration, and when its kernels are preferred."""
+"""The linear layers' key in the tuned table, their configuration, and when their kernels are preferred."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import replace
 from math import prod
 
 from pallas_kernels import tuning
+from pallas_kernels.arguments import Norm
 from pallas_kernels.ops._products.layer import Layer, LayerArrays
 from pallas_kernels.ops._products.product import Config, default_config
-from pallas_kernels.primitives.few_rows.config import MOST_ROWS
+from pallas_kernels.primitives.few_rows.config import MOST_FUSED_NORM_ROWS, MOST_ROWS, choose_few_rows
 from pallas_kernels.primitives.gemm.config import (
     EVEN,
     MIXED,
@@ -22,6 +23,14 @@ from pallas_kernels.primitives.gemm.config import (
 
 FEWEST_FEATURES = 4096
 """The fewest features of plain products; with fewer, nothing has been measured."""
+FEWEST_NORMED_ROWS = 512
+"""The fewest rows for which the norm's backward kernel was measured to outweigh a slower product. With gradients, 640
+rows of 896 features and outputs take 29.9 µs, by XLA 34.2; 4096 of 1280 and 1152 107.7 and 143.1 (H200)."""
+FEWEST_SQUARED_ROWS = 512
+"""With mean squares, between `MOST_ROWS` and this many rows, the kernel has not been compared with XLA, but for 77 (23
+and 13 µs)."""
+MOST_SQUARED_FEW_ROWS, FEWEST_SQUARED_FEATURES, FEWEST_SQUARED_OUTPUTS = 16, 8192, 4096
+"""The measured range of the product of few rows with mean squares."""
 
 
 def tuned_key(layer: Layer, arrays: LayerArrays) -> tuning.Key:
@@ -93,3 +102,43 @@ def is_preferred(
         return is_known and bool(choose_config(rows, outputs, is_mixed=True).passes)
     ours, xla = estimated_us(rows, outputs, features, read_bytes=residual_bytes, out_bytes=out_bytes)
     return ours < xla
+
+
+def preferred_with_norm(layer: Layer, arrays: LayerArrays, norm: Norm) -> tuple[Sequence[str], bool]:
+    """Returns what `norm_linear` tries if the caller requests nothing, and whether the kernel is the best forward."""
+    (*leading, features), outputs = arrays.x.shape, arrays.w.shape[1]
+    rows = prod(leading)
+    is_best = is_preferred_with_norm(rows, outputs, features, has_activation=layer.activation is not None)
+    has_best_gradient = norm.mean_square is None and arrays.residual is None and rows >= FEWEST_NORMED_ROWS
+    return ("mosaic",) if is_best or has_best_gradient else (), is_best
+
+
+def is_preferred_with_norm(rows: int, outputs: int, features: int, *, has_activation: bool) -> bool:
+    """Whether the kernels of norm and layer are faster than XLA, as measured or estimated.
+
+    On an H200, 4096 features: 1.15 times as fast as XLA at 512 rows with LayerNorm, bias, gelu and 16384 outputs, 1.01
+    at 8192 rows with RMSNorm and 4096 outputs. With RMSNorm in the launch, at 16 rows and at 1: 1.22 and 1.33 for 4096
+    outputs, 1.28 and 1.26 for 6144, 1.19 and 1.23 for 8192, 1.12 and 1.06 for 14336. At 64 rows of 6656 features and
+    outputs, with given mean squares, 1.28.
+    """
+    if rows <= MOST_FUSED_NORM_ROWS:
+        return choose_few_rows(rows, outputs, features, is_normed=True).fuses_norm
+    if rows <= MOST_ROWS:
+        return is_preferred(rows, outputs, features, has_activation=has_activation)
+    ours, xla = estimated_us(rows, outputs, features, is_fused=not has_activation)
+    return ours < xla
+
+
+def is_preferred_with_squares(rows: int, outputs: int, features: int) -> bool:
+    """Whether `linear_residual_norm`'s kernel is faster than XLA, as measured or estimated.
+
+    On an H200, 14336 features and 4096 outputs: 1.01 times as fast as XLA at 8192 rows, 1.02 at 512, 1.09 and 1.1 at 1
+    and 16. 4096 features and outputs, by a script that is not kept: 0.93 times at 3 rows, 0.95 at 20, 1.09 at 41, 1.26
+    at 61.
+    """
+    if rows <= MOST_SQUARED_FEW_ROWS:
+        return outputs >= FEWEST_SQUARED_OUTPUTS and features >= FEWEST_SQUARED_FEATURES
+    if rows <= MOST_ROWS:
+        return outputs >= FEWEST_SQUARED_OUTPUTS and features >= FEWEST_SQUARED_FEATURES // 2 and rows > MOST_ROWS // 2
+    ours, xla = estimated_us(rows, outputs, features, read_bytes=2)
+    return rows >= FEWEST_SQUARED_ROWS and ours < xla

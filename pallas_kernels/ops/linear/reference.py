@@ -1,8 +1,9 @@
-"""The linear layer in plain `jax.numpy`: the definition, and the implementation `"xla"`."""
+"""The linear layers in plain `jax.numpy`: the definition, and the implementation `"xla"`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,6 @@ def linear_reference(
     """
     out_dtype = jnp.dtype(x.dtype if out_dtype is None or x.dtype == jnp.float64 else out_dtype)
     wide = jnp.promote_types(jnp.promote_types(x.dtype, out_dtype), jnp.float32)
-    # Rows as one dimension: with more, XLA on CPUs sums the gradients of products in bfloat16.
     y = multiply(as_rows(norm_reference(norm, x)), w, preferred_element_type=jnp.promote_types(x.dtype, out_dtype))
     y = y.reshape(*x.shape[:-1], y.shape[-1])  # a device may keep some of the columns of a sum
     if bias is not None or activation is not None or residual is not None:
@@ -54,3 +54,22 @@ def layer_reference(
     activation = None if layer.activation is None else layer.activation.name
     options = {"bias": bias, "activation": activation, "residual": residual, "out_dtype": layer.out_dtype}
     return linear_reference(x, w, norm=norm, **options, multiply=multiply).astype(layer.out_dtype)
+
+
+def linear_residual_norm_reference(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    residual: jax.Array,
+    bias: jax.Array | None = None,
+    multiply: Callable[..., jax.Array] = jnp.matmul,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.linear_residual_norm`. The mean squares are in float32 (float64 for float64 inputs)."""
+    total = linear_reference(x, w, bias=bias, residual=residual, multiply=multiply)
+    wide = jnp.promote_types(total.dtype, jnp.float32)
+    return total, jnp.mean(jnp.square(total.astype(wide)), axis=-1)
+
+
+def given_product(product: jax.Array, *_: Any, **__: Any) -> jax.Array:
+    """Returns its first argument: `multiply` of a reference whose x is the product already."""
+    return product

@@ -6,7 +6,6 @@ imported only when requested, since it imports Triton.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -18,32 +17,20 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from pallas_kernels.ops._products.product import bias_gradient, product_gradients
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
 
+_GROUP = 8
+"""Rows of tiles that blocks near in time share."""
 
-@dataclass(frozen=True, kw_only=True)
-class TritonConfig:
-    """The tiling of a product.
 
-    tile_m, tile_n: rows and columns of a block's result. tile_k: depth of a step. All are powers of two, at least 16.
-    group: rows of tiles that blocks near in time share. warps: warps of a block. stages: steps of operands in flight.
+def _tiling(rows: int, dtype: jnp.dtype) -> tuple[tuple[int, int, int], int, int]:
+    """Returns a block's rows, columns and depth of a step, its warps, and the steps of operands in flight.
+
+    They are Triton's usual tiles for many rows, narrow ones for few, and small steps for float32.
     """
-
-    tile_m: int = 128
-    tile_n: int = 256
-    tile_k: int = 64
-    group: int = 8
-    warps: int = 8
-    stages: int = 3
-
-
-def default_config(rows: int, dtype: jnp.dtype) -> TritonConfig:
-    """Returns Triton's usual tiles for many rows, narrow ones for few, and small steps for float32."""
     if dtype.itemsize == 4:
-        return TritonConfig(tile_m=64, tile_n=64, tile_k=32, warps=4)
+        return (64, 64, 32), 4, 3
     if rows <= 64:
-        return TritonConfig(tile_m=16 if rows <= 16 else 64, tile_n=64, tile_k=128, warps=4, stages=4)
-    if rows <= 1024:
-        return TritonConfig(tile_n=128)
-    return TritonConfig()
+        return (16 if rows <= 16 else 64, 64, 128), 4, 4
+    return (128, 128 if rows <= 1024 else 256, 64), 8, 3
 
 
 @triton.jit  # pyright: ignore[reportAttributeAccessIssue]
@@ -130,7 +117,7 @@ def launch(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns y and the product, which is valid only if it is kept. x: (rows, features); the rest as in `linear`."""
     (rows, features), outputs = x.shape, w.shape[1]
-    config = default_config(rows, x.dtype)
+    (tile_m, tile_n, tile_k), warps, stages = _tiling(rows, x.dtype)
     # An unused pointer must still be a valid one.
     operands = (x if operand is None else operand for operand in (bias, residual))
     y, product = jax_triton.triton_call(
@@ -142,10 +129,10 @@ def launch(
             jax.ShapeDtypeStruct((rows, outputs), x.dtype),
             jax.ShapeDtypeStruct((rows, outputs) if keeps_product else (1, 1), x.dtype),
         ),
-        grid=(-(-rows // config.tile_m) * -(-outputs // config.tile_n),),
+        grid=(-(-rows // tile_m) * -(-outputs // tile_n),),
         name="linear_triton",
-        num_warps=config.warps,
-        num_stages=config.stages,
+        num_warps=warps,
+        num_stages=stages,
         rows=rows,
         outputs=outputs,
         features=features,
@@ -153,10 +140,10 @@ def launch(
         has_bias=bias is not None,
         has_residual=residual is not None,
         keeps_product=keeps_product,
-        tile_m=config.tile_m,
-        tile_n=config.tile_n,
-        tile_k=config.tile_k,
-        group=config.group,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        tile_k=tile_k,
+        group=_GROUP,
     )
     return y, product
 

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.lora_linear.config import DEPTH
-from pallas_kernels.ops.lora_linear.work_split import WorkSplit
 from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.gemm.config import GemmConfig
@@ -39,6 +38,9 @@ from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.row_tiles import RowTiles, shared
 
+_MOST_LOW = 2
+"""The most tiles of x @ a per block; each takes about as long as half a tile of the result."""
+
 
 def lora_linear_in_one_launch(
     x: jax.Array,
@@ -52,38 +54,20 @@ def lora_linear_in_one_launch(
 ) -> jax.Array:
     """Returns x @ w + alpha (x @ a) @ b + bias.
 
-    Under `jax.vmap`, copies that differ only in x become more rows of one launch; other copies run one after the other,
-    since kernels that JAX batched would share the semaphores.
+    Under `jax.vmap`, copies run one after the other, since kernels that JAX batched would share the semaphores.
 
     a: (features, rank), the rank a multiple of 8 and at most `config.store_columns`. Otherwise as
     `mosaic_gpu.lora_linear_forward`.
     """
-
-    launch = partial(_launch, alpha=alpha, config=config)
-    compute = jax.custom_batching.custom_vmap(launch)
-
-    @compute.def_vmap
-    def _mapped(count, is_mapped, x, *others):
-        if is_mapped[0] and not any(jax.tree.leaves(is_mapped[1:])):
-            y = compute(x.reshape(-1, x.shape[-1]), *others)
-            return y.reshape(count, -1, y.shape[-1]), True
-        axes = jax.tree.map(lambda flag: 0 if flag else None, tuple(is_mapped))
-        return jax.vmap(jax.custom_batching.sequential_vmap(launch), axes)(x, *others), True
-
-    return compute(x, w, a, b, bias)
+    launch = jax.custom_batching.sequential_vmap(partial(_launch, alpha=alpha, config=config))
+    return launch(x, w, a, b, bias)
 
 
 def _launch(x, w, a, b, bias, *, alpha, config):
     (rows, features), outputs, dtype = x.shape, w.shape[1], x.dtype
     config = config.fitted(itemsize=dtype.itemsize, stored_bytes=dtype.itemsize)
-    problem = Problem(
-        m=rows,
-        widths=(outputs,),
-        k=features + DEPTH,
-        dtype=dtype,
-        config=config,
-        depths=(features, DEPTH),
-    )
+    depths = features, DEPTH
+    problem = Problem(m=rows, widths=(outputs,), k=sum(depths), dtype=dtype, config=config, depths=depths)
     strip, pieces = sum(problem.strip), Pieces.of(problem)
     split = WorkSplit.of(
         rows=pl.cdiv(rows, config.tile_m), columns=pl.cdiv(outputs, strip), most=target_device().core_count
@@ -214,3 +198,50 @@ class _LowRank:
 
     def _ready(self, row: jax.Array) -> Any:
         return self.ready.at[lax.div(row, self.problem.config.tile_m)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkSplit:
+    """The assignment of a launch's tiles to blocks.
+
+    rows, columns: rows of tiles, and strips of the result's tiles in each. Each row has one tile of x @ a.
+    blocks: the number of blocks of the launch, which all run at once.
+    low_blocks: the number of blocks that compute x @ a: the first ones, so that no block waits for one that has not
+        started. Strips are assigned to them last, so that they get the fewest.
+    """
+
+    rows: int
+    columns: int
+    blocks: int
+    low_blocks: int
+
+    @classmethod
+    def of(cls, *, rows: int, columns: int, most: int) -> WorkSplit:
+        """Returns the split of a launch. most: the number of blocks that run at once."""
+        strips = rows * columns
+        blocks = min(most, strips + rows)
+        idle = blocks * -(-strips // blocks) - strips
+        low_blocks = min(rows, blocks, max(idle, -(-rows // _MOST_LOW)))
+        return cls(rows=rows, columns=columns, blocks=blocks, low_blocks=low_blocks)
+
+    def counts(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the numbers of tiles of x @ a and of strips that a block computes."""
+        lows = jnp.where(block < self.low_blocks, _count(self.rows, block, self.low_blocks), 0)
+        return lows, _count(self.rows * self.columns, self._first(block), self.blocks)
+
+    def low(self, block: jax.Array, n: jax.Array) -> jax.Array:
+        """Returns the row of the n-th tile of x @ a of a block."""
+        return block + n * self.low_blocks
+
+    def place(self, block: jax.Array, n: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
+        """Returns row and column of the n-th strip of a block. group: see `GemmConfig`."""
+        number = self._first(block) + n * self.blocks
+        return plgpu.planar_snake(number, (self.rows, self.columns), 0, min(group, self.rows))
+
+    def _first(self, block: jax.Array) -> jax.Array:
+        return lax.rem(block + (self.blocks - self.low_blocks), self.blocks)
+
+
+def _count(total: int, first: jax.Array, step: int) -> jax.Array:
+    """Returns how many of first, first + step, ... are less than total."""
+    return lax.div(jnp.maximum(total - first + (step - 1), 0), step)

@@ -19,7 +19,6 @@ def lora_linear_reference(
 ) -> jax.Array:
     """See `pallas_kernels.lora_linear`. Products are rounded to x's dtype, what follows is in float32 or float64."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    # Rows as one dimension: with more, XLA on CPUs sums the gradients of products in bfloat16.
     rows = as_rows(x)
     y = (rows @ w).astype(wide) + alpha * ((rows @ a) @ b).astype(wide)
     if bias is not None:

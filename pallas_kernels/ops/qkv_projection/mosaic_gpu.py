@@ -17,17 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Norm, Rope
-from pallas_kernels.ops._products.product import Config
+from pallas_kernels.ops._products.product import Config, product
 from pallas_kernels.ops.qkv_projection.config import HeadForm, chosen_config
 from pallas_kernels.ops.qkv_projection.mosaic_gpu_vjp import Operands, Tables, heads_of, qkv_projection_backward
 from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
 from pallas_kernels.ops.rope.heads import launch_heads
 from pallas_kernels.ops.rope.tables import rotating
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.few_rows.heads import Rotation
-from pallas_kernels.primitives.few_rows.kernel import few_rows_product
-from pallas_kernels.primitives.gemm.epilogue import HeadRotation
-from pallas_kernels.primitives.gemm.kernel import gemm
+from pallas_kernels.primitives.gemm.epilogue import Rotation
 from pallas_kernels.primitives.settings import usual_promotion
 
 
@@ -98,40 +95,6 @@ def _projected(
     form: HeadForm, given: Operands, tables: Tables | None, config: Config, **before: Any
 ) -> tuple[jax.Array, ...]:
     """Returns the products with their biases, heads rotated if there are tables."""
-    size = 0 if form.size is None else form.size
-    if isinstance(config, FewRowsConfig):
-        return few_rows_product(
-            given.x,
-            given.weights,
-            bias=_joined_biases(given, config.columns),
-            **before,
-            rotation=None if tables is None else Rotation(size=size, cos=tables[0], sin=tables[1]),
-            is_concatenated=True,
-            config=config,
-            name="qkv_projection",
-        )
-    rotations: list[HeadRotation | None] = [None] * 3
-    if tables is not None:
-        shape = {"size": size, "angles": tables[0].shape[1]}
-        rotations[:2] = (HeadRotation(**shape, has_bias=bias is not None) for bias in given.biases[:2])
-    return gemm(
-        [given.x],
-        given.weights,
-        rotations=rotations,
-        bias=given.biases,
-        angles=tables,
-        **before,
-        config=config,
-        name="qkv_projection",
-    )
-
-
-def _joined_biases(given: Operands, columns: int) -> jax.Array | None:
-    """Joins the biases in the order of the weights' columns, each padded to whole tiles; zeros for an absent bias."""
-    if all(bias is None for bias in given.biases):
-        return None
-    filled = [
-        jnp.zeros(w.shape[1], jnp.float32) if bias is None else bias.astype(jnp.float32)
-        for bias, w in zip(given.biases, given.weights, strict=True)
-    ]
-    return jnp.concatenate([jnp.pad(bias, (0, -bias.shape[0] % columns)) for bias in filled])
+    rotation = None if tables is None else Rotation(size=form.size or 0, cos=tables[0], sin=tables[1])
+    options = {"bias": given.biases, "rotation": rotation, "is_concatenated": True, "name": "qkv_projection"}
+    return product(given.x, given.weights, config=config, **options, **before)

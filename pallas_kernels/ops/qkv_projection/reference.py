@@ -32,7 +32,6 @@ def qkv_projection_reference(
 
     Rounds to x's dtype: the normalised x, each product with its bias, the normalised heads, and the rotated heads.
     """
-    # Rows as one dimension: with more, XLA on CPUs sums the gradients of products in bfloat16.
     rows = as_rows(norm_reference(norm, x))
     projected = [jnp.matmul(rows, w) for w in (w_q, w_k, w_v)]
     if bias is not None:

@@ -12,13 +12,14 @@ from jax.typing import DTypeLike
 from pallas_kernels.dispatch import Implementation, choose, partly_by_xla
 from pallas_kernels.ops._products.checks import linear_unsupported
 from pallas_kernels.ops._products.layer import Layer, LayerArrays, checked_layer
+from pallas_kernels.ops._products.product import product
 from pallas_kernels.ops.linear.reference import layer_reference
-from pallas_kernels.ops.quantized_linear.config import MOST_DIFFERENTIATED_ROWS, is_preferred
-from pallas_kernels.ops.quantized_linear.mosaic_gpu import quantized_linear_forward
+from pallas_kernels.ops.quantized_linear.config import MOST_DIFFERENTIATED_ROWS, default_config, is_preferred
 from pallas_kernels.ops.quantized_linear.weight import DTYPES as WEIGHT_DTYPES
 from pallas_kernels.ops.quantized_linear.weight import GROUP_SIZES, QuantizedWeight
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS
+from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES, FEWEST_OUTPUTS
 from pallas_kernels.primitives.integers import SPAN, is_packed_dtype
 from pallas_kernels.primitives.platform import varying_alike
@@ -145,23 +146,35 @@ def _check_weights(w: QuantizedWeight) -> None:
         )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _quantized_linear_mosaic(layer: Layer, arrays: LayerArrays) -> jax.Array:
-    return quantized_linear_forward(layer, arrays)
+def _forward(layer: Layer, arrays: LayerArrays) -> jax.Array:
+    """Returns activation(x @ w + bias) + residual, (rows, outputs). x: few rows if scales are for groups."""
+    x, w, bias, residual = arrays
+    return product(
+        x,
+        [w.values],
+        scales=[w.scales],
+        config=default_config(x.shape[0], w.shape[1], w.shape[0], w.values.dtype),
+        name="quantized_linear",
+        epilogue=Epilogue(activation=layer.activation),
+        bias=bias,
+        residual=residual,
+        out_dtype=layer.out_dtype,
+    )[0]
 
 
-def _mosaic_fwd(layer, arrays):
+def _kept_forward(layer, arrays):
     # Saved values are arrays, or a structure without any: of the residual only whether there is one.
     kept = arrays._replace(residual=None if arrays.residual is None else ())
-    return quantized_linear_forward(layer, arrays), kept
+    return _forward(layer, arrays), kept
 
 
 @usual_promotion
-def _mosaic_bwd(layer, saved, dy):
+def _backward(layer, saved, dy):
     """Computes the gradients by XLA, and the product again if the activation needs it."""
     x, w, bias, residual = saved
     dx, dbias = jax.vjp(lambda x, bias: _reference(layer, LayerArrays(x, w, bias)), x, bias)[1](dy)
     return (LayerArrays(dx, None, dbias, None if residual is None else dy),)
 
 
-_quantized_linear_mosaic.defvjp(_mosaic_fwd, _mosaic_bwd)
+_quantized_linear_mosaic = jax.custom_vjp(_forward, nondiff_argnums=(0,))
+_quantized_linear_mosaic.defvjp(_kept_forward, _backward)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 
-from pallas_kernels.primitives.few_rows.config import MOST_ROWS, FewRowsConfig, choose_few_rows
-from pallas_kernels.primitives.integer_gemm.config import IntegerGemmConfig
+from pallas_kernels.ops._products.product import Config
+from pallas_kernels.primitives.few_rows.config import MOST_ROWS, choose_few_rows
+from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.platform import target_device
 
-Config = FewRowsConfig | IntegerGemmConfig
 MOST_PREFERRED_ROWS = 8192
 MOST_DIFFERENTIATED_ROWS = 1024
 """The most rows with a gradient: 128 were faster than by XLA, 1706 slower."""
@@ -16,9 +18,9 @@ FEWEST_PREFERRED_OUTPUTS, FEWEST_PREFERRED_FEATURES, FEWEST_FEATURES_OF_FEW_ROWS
 """The fewest outputs and features that have been measured."""
 _SHORT = 1024
 """Up to this number of rows, only small tiles are enough for all multiprocessors."""
-_SQUARE, _LOW = IntegerGemmConfig(), IntegerGemmConfig(rows=104, warpgroups=3)
+_SQUARE = GemmConfig(tile_n=128, tile_k=128, stages=12)
+_LOW = replace(_SQUARE, tile_m=104, tile_n=192, warpgroups=3)
 """The tilings up to `_SHORT` rows; the second if its tiles fit in fewer waves."""
-_TALL_ROWS = 256
 
 
 def default_config(rows: int, outputs: int, features: int, dtype: jnp.dtype) -> Config:
@@ -30,11 +32,11 @@ def default_config(rows: int, outputs: int, features: int, dtype: jnp.dtype) -> 
     if rows <= MOST_ROWS:
         return choose_few_rows(rows, outputs, features, weight_bits=bits)
     if rows > _SHORT:
-        return IntegerGemmConfig(rows=_TALL_ROWS, depth=512 // bits)
+        return replace(_SQUARE, tile_m=256, tile_k=512 // bits)
 
-    def work(config: IntegerGemmConfig) -> int:
-        tiles = -(-rows // config.rows) * -(-outputs // config.columns)
-        return -(-tiles // target_device().core_count) * config.rows * config.columns
+    def work(config: GemmConfig) -> int:
+        tiles = -(-rows // config.tile_m) * -(-outputs // config.tile_n)
+        return -(-tiles // target_device().core_count) * config.tile_m * config.tile_n
 
     return min((_SQUARE, _LOW), key=work)
 

@@ -56,11 +56,9 @@ _LINE_BITS = 1024
 _WORTH = 0.7
 """The share of the multiprocessors that reads memory at its full rate."""
 _NEARLY = 0.45
-"""The share of the multiprocessors that is enough if the depth is less than `_DEEP`."""
+"""The share of the multiprocessors that is enough for a norm in the launch."""
 _MOST_STAGES = 64
-ONE_WARPGROUP = FewRowsConfig(columns=GROUP, depth=256, stages=4)
-"""For results with nearly enough tiles for all multiprocessors."""
-_NORMED = replace(ONE_WARPGROUP, fuses_norm=True, in_flight=1)
+_NORMED = FewRowsConfig(columns=GROUP, depth=256, stages=4, fuses_norm=True, in_flight=1)
 _NORMED_WIDE = FewRowsConfig(columns=2 * GROUP, warpgroups=2, stages=_MOST_STAGES, fuses_norm=True, in_flight=1)
 
 
@@ -81,19 +79,15 @@ def choose_few_rows(
     device = target_device()
     enough = _WORTH * device.core_count
     groups = -(-n // GROUP)
-    is_nearly = groups >= _NEARLY * device.core_count
-    is_deep_enough = 2048 <= k < _DEEP
     if weight_bits < 16:
         return _choose_integers(rows, groups, k, weight_bits)
     is_fused = is_normed and rows <= MOST_FUSED_NORM_ROWS
-    if is_fused and products == 1 and is_deep_enough and is_nearly and groups <= 2 * device.core_count:
+    if is_fused and products == 1 and 2048 <= k < _DEEP and _NEARLY <= groups / device.core_count <= 2:
         return _NORMED if groups <= device.core_count else _NORMED_WIDE
     if groups >= 2 * enough:
         return _NORMED_WIDE if is_fused and products > 1 else FewRowsConfig(columns=2 * GROUP, stages=_MOST_STAGES)
     if groups >= enough or device.is_interpreted:  # the interpreter has no stores to another block's memory
         return FewRowsConfig(columns=GROUP, depth=128, warpgroups=2, stages=_MOST_STAGES)
-    if is_nearly and products == 1 and rows <= _FEW_TOKENS and is_deep_enough:
-        return ONE_WARPGROUP
     depth = 256 if rows <= _FEW_TOKENS and k >= 2048 else 128
     return FewRowsConfig(columns=GROUP, depth=depth, splits=2, stages=_MOST_STAGES)
 

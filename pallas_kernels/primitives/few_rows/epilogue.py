@@ -16,10 +16,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.primitives.few_rows.heads import Rotation, rotated
+from pallas_kernels.primitives.few_rows.heads import load_angles, rotated
 from pallas_kernels.primitives.few_rows.norm import PrologueNorm
 from pallas_kernels.primitives.few_rows.problem import Problem
-from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.epilogue import Epilogue, Rotation
 from pallas_kernels.primitives.integers import unit
 from pallas_kernels.primitives.row_tiles import RowTiles, shared
 from pallas_kernels.primitives.transposed import GROUP, load_transposed, store_transposed
@@ -90,15 +90,6 @@ class Ready:
     angles: tuple[jax.Array, jax.Array] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """The first column of a tile, and whether it is the block's first or last tile."""
-
-    column: jax.Array
-    is_first: jax.Array
-    is_last: jax.Array
-
-
 def _along_columns(ref: Any, column: jax.Array) -> jax.Array:
     values = plgpu.load(ref.at[pl.ds(column, GROUP)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     return values.astype(jnp.float32)
@@ -150,7 +141,7 @@ class Finish:
         def angles(group: int) -> tuple[jax.Array, jax.Array] | None:
             if self.rotation is None or group not in firsts:
                 return None
-            return self.rotation.load(self.extras, group)
+            return load_angles(self.rotation, self.extras, group)
 
         return [
             Ready(
@@ -162,22 +153,29 @@ class Finish:
         ]
 
     def end(
-        self, products: Sequence[jax.Array], squares: jax.Array | None, place: Place, ready: Sequence[Ready]
+        self,
+        products: Sequence[jax.Array],
+        squares: jax.Array | None,
+        column: jax.Array,
+        ready: Sequence[Ready],
+        *,
+        is_first: jax.Array,
+        is_last: jax.Array,
     ) -> None:
-        """Adds up the products of a tile over the cluster, and finishes the bundles that this warpgroup owns.
+        """Adds up the products of the tile at a column over the cluster, and finishes the warpgroup's own bundles.
 
         products: 64 columns each, first those of the first weights, then of the next.
-        squares: the sums of x's squares for a norm, or None.
+        squares: the sums of x's squares for a norm, or None. is_first, is_last: of the block's tiles.
         """
         for number, bundle in enumerate(self.problem.bundles):
             parts = [part for group in bundle for part in products[group :: self.problem.groups]]
             parts += [] if squares is None else [squares]
             if self.problem.others:
-                pl.when(~self._owns(number))(partial(self._send, parts, number, place))
+                pl.when(~self._owns(number))(partial(self._send, parts, number, is_first))
 
             def finish(parts=parts, number=number, bundle=bundle):
-                sums = self._sums(parts, number // self.problem.config.splits, place)
-                columns = [place.column + group * GROUP for group in bundle]
+                sums = self._sums(parts, number // self.problem.config.splits, is_last)
+                columns = [column + group * GROUP for group in bundle]
                 self._finish(sums, number, columns, [ready[group] for group in bundle])
 
             self._if_own(number, finish)
@@ -199,7 +197,7 @@ class Finish:
         else:
             work()
 
-    def _send(self, parts: Sequence[jax.Array], bundle: int, place: Place) -> None:
+    def _send(self, parts: Sequence[jax.Array], bundle: int, is_first: jax.Array) -> None:
         config, others = self.problem.config, self.problem.others
         rank, warpgroup = self._owner(bundle)
         slot = bundle // config.splits
@@ -207,7 +205,7 @@ class Finish:
         own = self.rank * config.warpgroups + self.warpgroup
         turn = lax.rem(own + others - rank * config.warpgroups - warpgroup, others + 1)
         if config.splits == 1:
-            pl.when(~place.is_first)(lambda: plgpu.barrier_wait(self.taken.at[slot]))
+            pl.when(~is_first)(lambda: plgpu.barrier_wait(self.taken.at[slot]))
         for part, arriving in zip(parts, self.arriving, strict=True):
             if config.splits > 1:
                 plgpu.async_store_smem(
@@ -221,7 +219,7 @@ class Finish:
                 arriving[slot, turn] = part
                 plgpu.barrier_arrive(self.arrived.at[slot])
 
-    def _sums(self, parts: Sequence[jax.Array], slot: int, place: Place) -> list[jax.Array]:
+    def _sums(self, parts: Sequence[jax.Array], slot: int, is_last: jax.Array) -> list[jax.Array]:
         others = self.problem.others
         if not others:
             return list(parts)
@@ -232,7 +230,7 @@ class Finish:
                 part = part + plgpu.load(arriving.at[slot, turn], layout=plgpu.Layout.WGMMA)
             sums.append(part)
         if self.problem.config.splits == 1:
-            pl.when(~place.is_last)(lambda: plgpu.barrier_arrive(self.taken.at[slot]))
+            pl.when(~is_last)(lambda: plgpu.barrier_arrive(self.taken.at[slot]))
         return sums
 
     def _finish(

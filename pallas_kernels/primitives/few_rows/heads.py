@@ -6,7 +6,6 @@ A tile holds whole heads, and one warpgroup finishes both halves, so both column
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,37 +14,26 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.primitives.gemm.epilogue import Rotation
 from pallas_kernels.primitives.transposed import GROUP
 
 HEAD_SIZES = (128, 256)
 """Head sizes whose halves are whole groups of columns."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Rotation:
-    """The rotation of the heads of all results except the last.
+def head_operands(rotation: Rotation, tokens: int) -> dict[str, jax.Array]:
+    """Returns the cosines and sines in the kernel's form, for this number of rows."""
+    missing = ((0, tokens - rotation.cos.shape[0]), (0, 0))
+    return {"cos": jnp.pad(rotation.cos, missing).T, "sin": jnp.pad(rotation.sin, missing).T}
 
-    size: columns of a head, one of `HEAD_SIZES`.
-    cos, sin: (rows, size / 2) float32.
-    """
 
-    size: int = field(metadata={"static": True})
-    cos: jax.Array
-    sin: jax.Array
-
-    def operands(self, tokens: int) -> dict[str, jax.Array]:
-        """Returns the arrays in the kernel's form, for this number of rows."""
-        missing = ((0, tokens - self.cos.shape[0]), (0, 0))
-        return {"cos": jnp.pad(self.cos, missing).T, "sin": jnp.pad(self.sin, missing).T}
-
-    def load(self, refs: Mapping[str, Any], group: int) -> tuple[jax.Array, jax.Array]:
-        """Reads cosines and sines, (64, tokens) each, for a group of columns in the first half of a head."""
-        place = pl.ds(group * GROUP % (self.size // 2), GROUP)
-        cosine, sine = (
-            plgpu.load(refs[name].at[place], layout=plgpu.Layout.WGMMA, optimized=False) for name in ("cos", "sin")
-        )
-        return cosine, sine
+def load_angles(rotation: Rotation, refs: Mapping[str, Any], group: int) -> tuple[jax.Array, jax.Array]:
+    """Reads cosines and sines, (64, tokens) each, for a group of columns in the first half of a head."""
+    place = pl.ds(group * GROUP % (rotation.size // 2), GROUP)
+    cosine, sine = (
+        plgpu.load(refs[name].at[place], layout=plgpu.Layout.WGMMA, optimized=False) for name in ("cos", "sin")
+    )
+    return cosine, sine
 
 
 def rotated(

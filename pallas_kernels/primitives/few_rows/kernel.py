@@ -20,13 +20,13 @@ from jax import lax
 
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.few_rows.config import FewRowsConfig
-from pallas_kernels.primitives.few_rows.epilogue import Finish, Place, epilogue_types
-from pallas_kernels.primitives.few_rows.heads import Rotation
+from pallas_kernels.primitives.few_rows.epilogue import Finish, epilogue_types
+from pallas_kernels.primitives.few_rows.heads import head_operands
 from pallas_kernels.primitives.few_rows.norm import PrologueNorm, no_squares, scaled
 from pallas_kernels.primitives.few_rows.problem import Problem
 from pallas_kernels.primitives.few_rows.weights import load_weights, multiply_groups, multiply_whole, ring_types
 from pallas_kernels.primitives.flop_metadata import product
-from pallas_kernels.primitives.gemm.epilogue import Epilogue
+from pallas_kernels.primitives.gemm.epilogue import Epilogue, Rotation
 from pallas_kernels.primitives.gemm.operands import padded_vector, whole_groups
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.sharing import without_values
@@ -39,7 +39,7 @@ def few_rows_product(
     *,
     scales: Sequence[jax.Array] = (),
     epilogue: Epilogue | None = None,
-    bias: jax.Array | Sequence[jax.Array] | None = None,
+    bias: jax.Array | Sequence[jax.Array | None] | None = None,
     row_scale: jax.Array | None = None,
     residual: jax.Array | None = None,
     norm: PrologueNorm | None = None,
@@ -60,14 +60,15 @@ def few_rows_product(
         scales: for each of the weights, float32 factors (groups, N). There is one group for the whole depth, or a group
             for every 64 or 128 values along K.
         epilogue: the operations after the product; None: none.
-        bias: (N,), any floating dtype of at most 32 bits; of several products one each.
+        bias: (N,), any floating dtype of at most 32 bits; of several products one each. Of weights side by side each
+            may be None.
         row_scale: (rows,) float32; multiplies the rows of every product.
         residual: (rows, N) of out_dtype; added to the first result.
         norm: a norm of x's rows, or None. x and weights must be bfloat16, and there must be no row_scale.
         rotation: the rotation of the heads of all weights side by side but the last, or None. All weights have whole
             heads.
-        is_concatenated: whether the weights lie side by side. They have x's dtype and any numbers of columns; the bias
-            spans all their columns; residual and epilogue must be None.
+        is_concatenated: whether the weights lie side by side. They have x's dtype and any numbers of columns; residual
+            and epilogue must be None.
         out_dtype: the first result's dtype; None: x's.
         config: the tiling; its stages are reduced to those that fit.
         name: the kernel's name, for traces.
@@ -106,6 +107,8 @@ def few_rows_product(
         is_normed=norm is not None,
         norm_itemsize=0 if norm is None or norm.scale is None else norm.scale.dtype.itemsize,
     )
+    if is_concatenated and isinstance(bias, Sequence):
+        bias = _joined(bias, widths, problem.config.columns)
     has_output_scales = problem.is_quantized and not problem.is_grouped
     operands = {
         "scales": [padded_vector(scale[0], problem.config.columns) for scale in scales] if has_output_scales else None,
@@ -116,11 +119,22 @@ def few_rows_product(
     if norm is not None:
         operands |= norm.operands(problem)
     if rotation is not None:
-        operands |= rotation.operands(problem.tokens)
+        operands |= head_operands(rotation, problem.tokens)
     extras = {key: value for key, value in operands.items() if value is not None}
     tiled = {"w": list(weights), "scales": list(scales) if problem.is_grouped else []}
     outputs = _launch(problem, epilogue, without_values(norm), without_values(rotation), x, tiled, extras, name)
     return tuple(varying_like(output[:rows], *jax.tree.leaves((x, tiled, extras))) for output in outputs)
+
+
+def _joined(biases: Sequence[jax.Array | None], widths: Sequence[int], columns: int) -> jax.Array | None:
+    """Joins the biases in the order of the weights' columns, each padded to whole tiles; zeros for an absent bias."""
+    if all(bias is None for bias in biases):
+        return None
+    filled = [
+        jnp.zeros(width, jnp.float32) if bias is None else bias.astype(jnp.float32)
+        for bias, width in zip(biases, widths, strict=True)
+    ]
+    return jnp.concatenate([jnp.pad(bias, (0, -bias.shape[0] % columns)) for bias in filled])
 
 
 def _launch(
@@ -225,18 +239,18 @@ def _launch(
             ready = finish.begin(column)
             if norm is not None:
                 pl.when(number == 0)(partial(norm.wait, norm_refs))
-            place = Place(column=column, is_first=number == 0, is_last=number == tiles - 1)
+            end = partial(finish.end, column=column, ready=ready, is_first=number == 0, is_last=number == tiles - 1)
             shape, count = (GROUP, problem.tokens), problem.products * problem.groups
 
             def multiply(*accumulators):
                 _, squares = steps(before, lambda stage, _: multiply_whole(problem, ring, stage, accumulators), None)
-                finish.end([accumulator[...] for accumulator in accumulators], squares, place, ready)
+                end([accumulator[...] for accumulator in accumulators], squares)
 
             if problem.is_grouped:
                 zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
                 work = partial(multiply_groups, problem, ring)
                 sums, squares = steps(before, work, [zero] * count)
-                finish.end(sums, squares, place, ready)
+                end(sums, squares)
             else:
                 pl.run_scoped(multiply, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in range(count)))
 

@@ -70,13 +70,21 @@ class GemmConfig:
         """Registers of each consumer thread."""
         return min(_MOST_REGISTERS, (_REGISTERS - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8)
 
-    def fitted(self, *, itemsize: int, stored_bytes: int, products: int = 1, other_bytes: int = 0) -> GemmConfig:
+    def fitted(
+        self,
+        *,
+        itemsize: int,
+        stored_bytes: int,
+        products: int = 1,
+        other_bytes: int = 0,
+        weight_bits: int | None = None,
+    ) -> GemmConfig:
         """Returns the configuration with as many stages as fit in shared memory.
 
         stored_bytes: bytes of one element, summed over all results. products: the number of accumulators.
-        other_bytes: of shared memory that the kernel needs besides.
+        other_bytes: of shared memory that the kernel needs besides. weight_bits: of a value of b, if not as of a.
         """
-        stage = (self.tile_m + self.tile_n) * self.tile_k * itemsize
+        stage = (self.tile_m * itemsize + self.tile_n * (weight_bits or 8 * itemsize) // 8) * self.tile_k
         width = self.tile_n // products
         columns = min(self.store_columns, width)
         store = self.warpgroups * min(self.store_slots, width // columns) * self.warpgroup_rows * columns * stored_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -55,12 +55,26 @@ class Epilogue:
         return (*values, *(products if self.keeps_products else ()))
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """The rotation of the heads of all results beside each other except the last, in float32.
+
+    size: columns of a head, of which i and i + size / 2 are a pair.
+    cos, sin: (rows, size / 2) float32, or (rows, size) with many rows.
+    """
+
+    size: int = field(metadata={"static": True})
+    cos: jax.Array
+    sin: jax.Array
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadRotation:
-    """Rotates the heads of one result in float32; columns i and i + size / 2 are a pair.
+    """Rotates the heads of one result.
 
-    size: columns of a head, one of `HEAD_SIZES`. angles: columns of cosines and sines, half as many or as many.
-    has_bias: whether a bias is added before.
+    size: columns of a head. angles: columns of cosines and sines, half as many or as many. has_bias: whether a bias is
+    added before.
     """
 
     size: int

@@ -24,7 +24,7 @@ from pallas_kernels.primitives.gemm.consumer import Consumer
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.groups import REDUCTIONS, Groups, RowTile, group_types, padded_sizes, table_bytes
 from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
-from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES
+from pallas_kernels.primitives.gemm.operands import padded_vector
 from pallas_kernels.primitives.gemm.pipeline import Producer, Ring, ring_types
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.store import Pieces, Store
@@ -79,9 +79,8 @@ def grouped_product(
     )
     sizes = padded_sizes(group_sizes)
     columns = sum(problem.strip)
-    extras = {"bias": [_padded(bias, columns) for bias in biases]}
-    panel = SWIZZLE_BYTES // max(dtype.itemsize for dtype in dtypes)
-    pieces = Pieces.of(problem, most_columns=panel)
+    extras = {"bias": [padded_vector(bias, columns) for bias in biases]}
+    pieces = Pieces.of(problem, panel_itemsize=dtype.itemsize)
     kernel = launcher(
         problem,
         partial(_roles, problem, pieces, epilogue, dtypes, group_sizes.size),
@@ -97,12 +96,7 @@ def grouped_product(
         **REDUCTIONS,
     )
     results = kernel(sizes, list(x), list(weights), extras)
-    return tuple(varying_like(result, sizes, *x, *weights, *extras["bias"]) for result in results)
-
-
-def _padded(bias: jax.Array, multiple: int) -> jax.Array:
-    """Pads each group's bias with zeros to a multiple, because ordinary loads read past its end."""
-    return jnp.pad(bias, ((0, 0), (0, -bias.shape[1] % multiple)))
+    return tuple(varying_like(result, sizes, *x, *weights, *extras["bias"]) for result in results)  # pyright: ignore
 
 
 def _roles(

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.primitives.gemm.config import FEW_ROWS, GemmConfig
 from pallas_kernels.primitives.gemm.consumer import consume
-from pallas_kernels.primitives.gemm.epilogue import Epilogue, HeadRotation
+from pallas_kernels.primitives.gemm.epilogue import Epilogue, HeadRotation, Rotation
 from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
-from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES, added_lines, padded_rows, padded_vector, whole_groups
+from pallas_kernels.primitives.gemm.operands import padded_rows, padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.pipeline import Ring, produce, ring_types
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.row_blocks import BlockReference, RowBlock, changed_in_place
@@ -36,12 +36,12 @@ def gemm(
     *,
     transpose_b: bool = False,
     epilogue: Epilogue | None = None,
-    rotations: Sequence[HeadRotation | None] = (),
-    angles: tuple[jax.Array, jax.Array] | None = None,
+    rotation: Rotation | None = None,
     bias: jax.Array | Sequence[jax.Array | None] | None = None,
     row_scale: jax.Array | None = None,
     residual: jax.Array | None = None,
     row_squares: bool = False,
+    is_concatenated: bool = False,
     is_along_depth: bool = False,
     out_dtype: jnp.dtype | None = None,
     read: RowBlock | None = None,
@@ -55,13 +55,13 @@ def gemm(
         a: the left operand (M, K), or several with `is_along_depth`; bfloat16 or float16. Rows must be multiples of 16
             bytes.
         b: right operands, each (K, N), or (N, K) with `transpose_b`, of the same dtype.
-        rotations: of the heads of each of `b`'s results, or None. If they are given, the right operands lie side by
-            side and have a result each. Needs one left operand, and no epilogue or residual.
-        angles: cosines and sines, (M, a head's columns or half of them) float32 each, if heads are rotated.
+        rotation: the rotation of the heads of all right operands side by side but the last, or None.
         bias: (N,), any floating dtype; of several products one each. Of operands side by side each may be None.
         row_scale: (M,) float32; multiplies the rows of every product.
         residual: (M, N) of out_dtype; added to the first result.
         row_squares: whether to return the row sums of the first rounded result's squares, too: (M,) float32, last.
+        is_concatenated: whether the right operands lie side by side and have a result each. Needs one left operand, and
+            no epilogue or residual.
         is_along_depth: whether the operands follow one another along the depth: a[0] @ b[0] + a[1] @ b[1]. A step then
             takes the shared memory of one pair.
         out_dtype: the first result's dtype; None: the operands'.
@@ -73,14 +73,14 @@ def gemm(
         name: the kernel's name, for traces.
 
     Raises:
-        ValueError: `rotations` are combined with arguments that they do not allow.
+        ValueError: `is_concatenated` is combined with arguments that it does not allow.
     """
     epilogue = epilogue or Epilogue()
-    if rotations and (len(a) > 1 or len(rotations) != len(b) or epilogue != Epilogue() or residual is not None):
+    if is_concatenated and (len(a) > 1 or epilogue != Epilogue() or residual is not None):
         raise ValueError("gemm: right operands beside each other take one left one, no epilogue and no residual.")
     b = [array if transpose_b else whole_groups(array) for array in b]
     dtype = a[0].dtype
-    accumulators = 1 if rotations or is_along_depth else len(b)
+    accumulators = 1 if is_concatenated or is_along_depth else len(b)
     dtypes = epilogue.dtypes(accumulators, jnp.dtype(out_dtype or dtype), dtype)
     *_, rows, k = a[0].shape
     m = rows if read is None else read.shape[0] * rows
@@ -91,7 +91,7 @@ def gemm(
     depths = tuple(array.shape[1] for array in a) if is_along_depth else ()
     problem = Problem(
         m=m,
-        widths=widths if rotations else widths[:1],
+        widths=widths if is_concatenated else widths[:1],
         k=sum(depths) or k,
         dtype=dtype,
         config=config,
@@ -99,14 +99,19 @@ def gemm(
         transpose_b=transpose_b,
         depths=depths,
     )
-    cosine, sine = (None, None) if angles is None else (padded_rows(table, config.tile_m) for table in angles)
-    common = {"scale": padded_vector(row_scale, config.tile_m), "cosine": cosine, "sine": sine, "residual": residual}
+    common = {"scale": padded_vector(row_scale, config.tile_m), "residual": residual}
+    if rotation is not None:
+        common |= {"cosine": padded_rows(rotation.cos, config.tile_m), "sine": padded_rows(rotation.sin, config.tile_m)}
     columns = sum(problem.strip)
     biases = jax.tree.map(lambda vector: padded_vector(vector, columns), bias)
-    own = (biases or [None] * len(b)) if rotations else [biases]
+    own = (biases or [None] * len(b)) if is_concatenated else [biases]
     extras = [_given({**common, "bias": each}) for each in own]
-    rotations = rotations or [None]
-    pieces = Pieces.of(problem, most_columns=_most_columns(problem, rotations, dtypes))
+    rotations: list[HeadRotation | None] = [None] * len(own)
+    if rotation is not None:
+        shape = {"size": rotation.size, "angles": rotation.cos.shape[1]}
+        rotations[:-1] = (HeadRotation(**shape, has_bias=each is not None) for each in own[:-1])
+    most_columns = min((each.widest_piece for each in rotations if each), default=None)
+    pieces = Pieces.of(problem, panel_itemsize=max(d.itemsize for d in dtypes), most_columns=most_columns)
     shape = (m,) if written is None else (*written.shape, m // written.shape[0])
     out_type = [jax.ShapeDtypeStruct((*shape, width), dtype) for width in problem.widths for dtype in dtypes]
     if written is not None and written.into:
@@ -127,22 +132,12 @@ def gemm(
     indices = {name: jnp.reshape(each.index, 1) for name, each in {"read": read, "written": written}.items() if each}
     results = list(changed_in_place(kernel, (list(a), list(b), extras, indices), written.into if written else ()))
     if row_squares:
-        results[-1] = added_lines(results[-1][:, :m])
+        results[-1] = jnp.sum(results[-1][:, :m], axis=0)
     return tuple(varying_like(result, *a, *b, *jax.tree.leaves(extras)) for result in results)
 
 
 def _given(operands):
     return {name: value for name, value in operands.items() if value is not None}
-
-
-def _most_columns(
-    problem: Problem, rotations: Sequence[HeadRotation | None], dtypes: Sequence[jnp.dtype]
-) -> int | None:
-    """Returns the most columns of a stored piece, or None for no limit."""
-    most = [rotation.widest_piece for rotation in rotations if rotation]
-    if problem.in_panels:  # a piece is one panel
-        most.append(SWIZZLE_BYTES // max(dtype.itemsize for dtype in dtypes))
-    return min(most, default=None)
 
 
 def _roles(

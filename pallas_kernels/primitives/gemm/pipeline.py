@@ -106,8 +106,7 @@ class Producer:
     """The producer.
 
     a, b: the operands in device memory. rows: of a left operand's tile that are loaded; None: all that exist.
-    before_last_part: called with a tile's first row before the last of
-    `Problem.depths` is loaded for it, or None.
+    before_last_part: called with a tile's first row before the last of `Problem.depths` is loaded for it, or None.
     """
 
     problem: Problem
@@ -135,23 +134,20 @@ class Producer:
                 is_odd = lax.rem(lax.div(before, steps), 2) == 1
                 place = jnp.where(is_odd, steps - 1 - i, i)
             if not self.problem.depths:
-                self._load(row, column, place, stage, slice(None))
+                self.load(row, column, pl.ds(place * config.tile_k, config.tile_k), stage)
                 return
             ends = self.problem.part_ends
+
+            def load_part(part: int, first: int) -> None:
+                if self.before_last_part is not None and part == len(ends) - 1:
+                    self.before_last_part(row)
+                depth = pl.ds((place - first) * config.tile_k, config.tile_k)
+                self.load(row, column, depth, stage, slice(part, part + 1))
+
             for part, (first, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True)):
-                pl.when((place >= first) & (place < end))(partial(self._load_part, row, column, place, stage, part))
+                pl.when((place >= first) & (place < end))(partial(load_part, part, first))
 
         lax.fori_loop(0, steps, step, None)
-
-    def _load_part(self, row: jax.Array, column: jax.Array, step: jax.Array, stage: jax.Array, part: int) -> None:
-        if self.before_last_part is not None and part == len(self.problem.depths) - 1:
-            self.before_last_part(row)
-        first = (0, *self.problem.part_ends)[part]
-        self._load(row, column, step - first, stage, slice(part, part + 1))
-
-    def _load(self, row: jax.Array, column: jax.Array, step: jax.Array, stage: jax.Array, part: slice) -> None:
-        depth = pl.ds(step * self.problem.config.tile_k, self.problem.config.tile_k)
-        self.load(row, column, depth, stage, part)
 
     def load(self, row: jax.Array, column: jax.Array, depth: pl.Slice, stage: jax.Array, part=slice(None)) -> None:
         """Loads the operands of a step of the tile at (row, column). part: the operands, if they are several pairs."""

@@ -20,6 +20,7 @@ from jax import lax
 
 from pallas_kernels.primitives import compat
 from pallas_kernels.primitives.gemm.epilogue import Epilogue, HeadRotation, rotated_piece, store_order
+from pallas_kernels.primitives.gemm.operands import SWIZZLE_BYTES
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.row_tiles import RowTiles, TileForm
 
@@ -39,11 +40,16 @@ class Pieces:
     in_panels: bool
 
     @classmethod
-    def of(cls, problem: Problem, *, most_columns: int | None = None) -> Pieces:
-        """Returns the pieces of a problem. most_columns: the epilogue's limit for columns, if it has one."""
+    def of(cls, problem: Problem, *, panel_itemsize: int | None = None, most_columns: int | None = None) -> Pieces:
+        """Returns the pieces of a problem.
+
+        panel_itemsize: bytes of the widest result's values, if a piece must be one panel where tiles lie in panels.
+        most_columns: the epilogue's limit for columns, if it has one.
+        """
         config = problem.config
         width = problem.columns
-        columns = min(config.store_columns, width, most_columns or width)
+        panel = SWIZZLE_BYTES // panel_itemsize if panel_itemsize and problem.in_panels else width
+        columns = min(config.store_columns, width, panel, most_columns or width)
         slots = min(config.store_slots, width // columns)
         return cls(
             rows=config.warpgroup_rows,

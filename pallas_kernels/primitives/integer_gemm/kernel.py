@@ -10,25 +10,20 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.primitives import settings
-from pallas_kernels.primitives.flop_metadata import product
+from pallas_kernels.primitives.gemm.config import GemmConfig
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.gemm.launch import in_one_warp
+from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
 from pallas_kernels.primitives.gemm.operands import whole_groups
-from pallas_kernels.primitives.integer_gemm.config import PIECE, IntegerGemmConfig, Problem
+from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.integer_gemm.pipeline import Ring, compute, produce
-from pallas_kernels.primitives.integer_gemm.store import Store
+from pallas_kernels.primitives.integer_gemm.store import PIECE, Store
+from pallas_kernels.primitives.integers import unit
 from pallas_kernels.primitives.platform import varying_like
-
-_MEMORY_REGISTERS = 40
-_COMPUTE_REGISTERS = {2: 232, 3: 152}
-"""Registers of a consumer thread, by number of consumer warpgroups. A multiprocessor has 512 per thread of one
-warpgroup."""
+from pallas_kernels.primitives.row_tiles import TileForm
+from pallas_kernels.primitives.transposed import GROUP
 
 
 def integer_gemm(
@@ -40,7 +35,7 @@ def integer_gemm(
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     out_dtype: jnp.dtype | None = None,
-    config: IntegerGemmConfig | None = None,
+    config: GemmConfig,
     name: str = "integer_gemm",
 ) -> jax.Array:
     """Returns the epilogue's result, (M, N).
@@ -53,7 +48,8 @@ def integer_gemm(
         bias: (N,), any floating dtype of at most 32 bits.
         residual: (M, N) of out_dtype.
         out_dtype: the result's dtype; None: x's.
-        config: the tiling; its stages are reduced to those that fit.
+        config: the tiling, of at most 256 rows and of 64 columns for each of two or three warpgroups; its stages are
+            reduced to those that fit. A tile has a multiple of `store_slots` pieces of `PIECE` rows.
         name: the kernel's name, for traces.
     """
     rows = x.shape[0]
@@ -61,64 +57,46 @@ def integer_gemm(
     if out_dtype.itemsize > 2:  # a panel of 64 columns would be wider than TMA's swizzle
         x = whole_groups(x)
         residual = None if residual is None else whole_groups(residual)
-    bits = jnp.iinfo(values.dtype).bits
-    config = (config or IntegerGemmConfig()).fitted(
-        weight_bits=bits, itemsize=x.dtype.itemsize, out_itemsize=out_dtype.itemsize
-    )
     operands = {"scales": scales, "bias": bias, "residual": residual}
     extras = {key: value for key, value in operands.items() if value is not None}
-    problem = Problem(
-        m=x.shape[0],
-        n=values.shape[0],
-        k=x.shape[1],
-        integers=values.dtype,
-        dtype=x.dtype,
-        config=config,
+    config = config.fitted(
+        itemsize=x.dtype.itemsize,
+        stored_bytes=0,
+        other_bytes=config.store_slots * config.tile_n * PIECE * out_dtype.itemsize,
+        weight_bits=jnp.iinfo(values.dtype).bits,
     )
-    y = _launch(problem, epilogue, x, values, extras, out_dtype, name)
-    return varying_like(y[:rows], x, values, *extras.values())
+    problem = Problem(
+        m=x.shape[0], widths=(values.shape[0],), k=x.shape[1], dtype=x.dtype, config=config, transpose_b=True
+    )
+    result_form = TileForm.of(problem.m, size=GROUP, dtype=out_dtype)
+    scale_unit = unit(values.dtype, x.dtype)
 
+    def roles(x_ref, w_ref, extra_refs, out_ref, ring_refs, buffers, loaded) -> Roles:
+        ring = Ring.of(problem, ring_refs)
 
-def _launch(problem: Problem, epilogue: Epilogue, x, values, extras, out_dtype: jnp.dtype, name: str) -> jax.Array:
-    config, warpgroups, result_form = problem.config, problem.config.warpgroups, problem.result_form(out_dtype)
-
-    def body(x_ref, w_ref, extra_refs, out_ref, ring_refs, buffers, loaded):
-        warpgroup = lax.axis_index("warpgroup")
-        ring = Ring(problem=problem, **{**ring_refs, "x": problem.x_form.tiles(ring_refs["x"])})
-
-        @pl.when(warpgroup == warpgroups)
-        def _():
-            plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
-            in_one_warp(partial(produce, ring, x_ref, w_ref), x_ref, w_ref)()
-
-        @pl.when(warpgroup < warpgroups)
-        def _():
-            plgpu.set_max_registers(_COMPUTE_REGISTERS[warpgroups], action="increase")
+        def consume(warpgroup: jax.Array) -> None:
             store = Store(
                 problem=problem,
                 epilogue=epilogue,
+                unit=scale_unit,
                 extras=extra_refs,
                 out=out_ref,
                 buffer=result_form.tiles(buffers).at(warpgroup),
-                loaded=loaded,
-                warpgroup=warpgroup,
+                loaded=loaded.at[warpgroup],
             )
             compute(ring, store, warpgroup)
 
-    body.__name__ = name
-    kernel = settings.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((problem.m, problem.n), out_dtype),
-        grid=(problem.blocks,),
-        grid_names=("block",),
-        num_threads=warpgroups + 1,
-        thread_name="warpgroup",
+        return in_one_warp(partial(produce, ring, x_ref, w_ref), x_ref, w_ref), consume
+
+    kernel = launcher(
+        problem,
+        roles,
+        name=name,
+        out_type=jax.ShapeDtypeStruct((problem.m, *problem.widths), out_dtype),
         scratch_types=(
-            Ring.scratch(problem),
-            result_form.scratch(warpgroups, config.slots, PIECE),
-            plgpu.Barrier(num_barriers=warpgroups),
+            Ring.scratch(problem, values.dtype),
+            result_form.scratch(config.warpgroups, config.store_slots, PIECE),
+            plgpu.Barrier(num_barriers=config.warpgroups),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        products=product(problem.m, problem.n, problem.k, problem.dtype),
     )
-    return kernel(x, values, extras)
+    return varying_like(kernel(x, values, extras)[:rows], x, values, *extras.values())

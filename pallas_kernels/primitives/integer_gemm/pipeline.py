@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives.barriers import drain
-from pallas_kernels.primitives.integer_gemm.config import Problem
+from pallas_kernels.primitives.gemm.pipeline import for_each_tile
+from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.integer_gemm.store import Store
 from pallas_kernels.primitives.integers import load_integers, widened
 from pallas_kernels.primitives.row_tiles import RowTiles, shared
@@ -37,14 +39,19 @@ class Ring:
     full: Any
     empty: Any
 
+    @classmethod
+    def of(cls, problem: Problem, refs: Mapping[str, Any]) -> Ring:
+        """Returns the ring of references to `scratch`."""
+        return cls(problem=problem, **{**refs, "x": problem.a_form.tiles(refs["x"])})
+
     @staticmethod
-    def scratch(problem: Problem) -> dict[str, Any]:
-        """Returns the scratch types of the members."""
+    def scratch(problem: Problem, integers: jnp.dtype) -> dict[str, Any]:
+        """Returns the scratch types of the members. integers: the weights' dtype."""
         config, stages = problem.config, problem.config.stages
         return {
-            "w": shared((stages, config.columns, config.depth), problem.integers),
-            "x": problem.x_form.scratch(stages, config.rows),
-            "full": plgpu.Barrier(num_arrivals=1 + problem.x_form.copies, num_barriers=stages),
+            "w": shared((stages, *problem.b_block), integers),
+            "x": problem.a_form.scratch(stages, config.tile_m),
+            "full": plgpu.Barrier(num_arrivals=1 + problem.a_form.copies, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
         }
 
@@ -57,23 +64,23 @@ def produce(ring: Ring, x_ref: Any, w_ref: Any) -> None:
     """Loads the operands of every step of every tile as soon as a stage is free."""
     problem, config = ring.problem, ring.problem.config
 
-    def tile(row, column, before):
+    def tile(row, column, columns, before):
         def step(i, _):
             stage = ring.stage(before + i)
             pl.when(before + i >= config.stages)(lambda: plgpu.barrier_wait(ring.empty.at[stage]))
-            depth, full = pl.ds(i * config.depth, config.depth), ring.full.at[stage]
-            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(column, config.columns), depth], ring.w.at[stage], full)
-            ring.x.at(stage).load_async(x_ref.at[pl.ds(row, config.rows), depth], full)
+            depth, full = pl.ds(i * config.tile_k, config.tile_k), ring.full.at[stage]
+            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(column, columns), depth], ring.w.at[stage], full)
+            ring.x.at(stage).load_async(x_ref.at[pl.ds(row, config.tile_m), depth], full)
 
         lax.fori_loop(0, problem.steps, step, None)
 
-    drain(ring.empty, config.stages, problem.for_each_tile(tile))
+    drain(ring.empty, config.stages, for_each_tile(problem, tile))
 
 
 def compute(ring: Ring, store: Store, warpgroup: jax.Array) -> None:
     """Multiplies and stores the warpgroup's columns of every tile of the block."""
 
-    def tile(row, column, before):
+    def tile(row, column, _, before):
         column = column + warpgroup * GROUP
         vectors = store.vectors(column)
 
@@ -81,9 +88,9 @@ def compute(ring: Ring, store: Store, warpgroup: jax.Array) -> None:
             _multiply(ring, warpgroup, before, accumulator)
             store.finish(accumulator[...], vectors, row, column)
 
-        pl.run_scoped(results, plgpu.WGMMAAccumulatorRef((GROUP, ring.problem.config.rows), jnp.float32))
+        pl.run_scoped(results, plgpu.WGMMAAccumulatorRef((GROUP, ring.problem.config.tile_m), jnp.float32))
 
-    ring.problem.for_each_tile(tile)
+    for_each_tile(ring.problem, tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -92,7 +99,7 @@ def _multiply(ring: Ring, warpgroup: jax.Array, before: jax.Array, accumulator: 
 
     A loop iteration has at least two parts: a part's registers belong to its product until the next one has started.
     """
-    problem, depth = ring.problem, ring.problem.config.depth
+    problem, depth = ring.problem, ring.problem.config.tile_k
     unrolled = max(1, 2 * _PART // depth)
 
     def release(step):

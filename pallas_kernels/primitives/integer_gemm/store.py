@@ -13,27 +13,32 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
-from pallas_kernels.primitives.integer_gemm.config import PIECE, Problem
-from pallas_kernels.primitives.integers import unit
+from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.row_tiles import RowTiles
 from pallas_kernels.primitives.transposed import GROUP, load_transposed, store_transposed
+
+PIECE = 64
+"""Rows of a stored piece of the result. Pieces of 32 rows spill with tiles of 256."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """The epilogue of one warpgroup, in pieces of some rows. Values are (columns, rows)."""
+    """The epilogue of one warpgroup, in pieces of some rows. Values are (columns, rows).
+
+    unit: what the weights' 1 is widened to. loaded: the barrier of the residual's pieces.
+    """
 
     problem: Problem
     epilogue: Epilogue
+    unit: float
     extras: Mapping[str, Any]
     out: Any
     buffer: RowTiles
     loaded: Any
-    warpgroup: jax.Array
 
     def vectors(self, column: jax.Array) -> dict[str, jax.Array]:
         """Loads scales and bias of the 64 columns from `column` on, before their products."""
-        first = jnp.minimum(column, self.problem.n - GROUP)  # columns after the last are not stored
+        first = jnp.minimum(column, self.problem.widths[0] - GROUP)  # columns after the last are not stored
         layout = plgpu.Layout.WGMMA.reduce(1)
         found = {
             name: plgpu.load(self.extras[name].at[pl.ds(first, GROUP)], layout=layout, optimized=False)
@@ -44,19 +49,18 @@ class Store:
 
     def finish(self, product: jax.Array, vectors: Mapping[str, jax.Array], row: jax.Array, column: jax.Array) -> None:
         """Computes and stores the results of the tile at (row, column)."""
-        config = self.problem.config
+        slots = self.problem.config.store_slots
         bias = vectors.get("bias")
-        scale = vectors["scales"] / unit(self.problem.integers, self.problem.dtype)
+        scale = vectors["scales"] / self.unit
         for piece, start in enumerate(range(0, product.shape[1], PIECE)):
             shape = (GROUP, min(PIECE, product.shape[1] - start))
-            buffer = self.buffer.at(piece % config.slots, rows=pl.ds(0, shape[1]))
+            buffer = self.buffer.at(piece % slots, rows=pl.ds(0, shape[1]))
             place = (pl.ds(row + start, shape[1]), pl.ds(column, GROUP))
-            plgpu.wait_smem_to_gmem(config.slots - 1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
             residual = None
             if "residual" in self.extras:
-                arrived = self.loaded.at[self.warpgroup]
-                buffer.load_async(self.extras["residual"].at[place], arrived)
-                plgpu.barrier_wait(arrived)
+                buffer.load_async(self.extras["residual"].at[place], self.loaded)
+                plgpu.barrier_wait(self.loaded)
                 residual = load_transposed(buffer.only_panel)
             (value,) = self.epilogue.apply(
                 [product[:, start : start + shape[1]] * lax.broadcast_in_dim(scale, shape, (0,))],

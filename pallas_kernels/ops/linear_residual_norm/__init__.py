@@ -1,1 +1,0 @@
-"""A linear layer added to the residual stream, with the statistics of the norm that follows."""

@@ -1,1 +1,0 @@
-"""A norm and a linear layer in one operation."""
