@@ -17,13 +17,14 @@ def meet(barrier: Any) -> None:
     plgpu.barrier_wait(barrier)
 
 
-def drain(barriers: Any, count: int, steps: jax.Array) -> None:
-    """Waits once more for each of `count` barriers that were used in turn over the steps.
+def drain(barriers: Any, count: int, steps: jax.Array, first: int | None = None) -> None:
+    """Waits once more for each of `count` barriers that were used in turn over the steps, the `first` to begin with.
 
     Every arrival must be waited for, and no block of a cluster may exit early.
     """
 
     def one(i, _):
-        plgpu.barrier_wait(barriers.at[lax.rem(i, count)])
+        place = lax.rem(i, count)
+        plgpu.barrier_wait(barriers.at[place if first is None else first + place])
 
     lax.fori_loop(jnp.maximum(steps - count, 0), steps, one, None)

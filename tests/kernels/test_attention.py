@@ -16,17 +16,15 @@ from draws import normal
 from pallas_kernels.ops.attention import reference
 from pallas_kernels.ops.attention.api import attention
 from pallas_kernels.ops.attention.arguments import Options
+from pallas_kernels.ops.attention.forward.block import Block
 from pallas_kernels.ops.attention.forward.config import ForwardConfig
 from pallas_kernels.ops.attention.forward.kernel import attention_forward
-from pallas_kernels.ops.attention.forward.producer import Block
 from pallas_kernels.ops.attention.forward.schedule import Schedule
-from pallas_kernels.ops.attention.masking import Masking, segment_key_tiles, segment_query_tiles
+from pallas_kernels.ops.attention.masking import Masking, segment_tiles
 from pallas_kernels.ops.attention.problem import masking_of, problem_of
 from pallas_kernels.ops.attention.reference import attention_reference
-from pallas_kernels.ops.attention.scores import capped
+from pallas_kernels.ops.attention.scores import bounded
 from pallas_kernels.ops.attention.specs import ATTENTION
-from pallas_kernels.ops.decode_attention import plan as decoding
-from pallas_kernels.primitives.exponents import LOG2_E
 from pallas_kernels.specs import plain, seeds_of
 from xlafuse.bench import attention_by_xla
 
@@ -99,8 +97,8 @@ def test_segment_tiles_hold_what_is_seen(is_sorted, seed):
         own, other = random.integers(0, 5, (2, 200)), random.integers(0, 5, (2, 330))
         own, other = (np.sort(own), np.sort(other)) if is_sorted else (own, other)
         masking = Masking(queries=200, keys=330, left=left, right=right, has_segments=True)
-        by_rows = np.asarray(segment_key_tiles(masking, jnp.asarray(own), jnp.asarray(other), 32, 16))
-        by_columns = np.asarray(segment_query_tiles(masking, jnp.asarray(own), jnp.asarray(other), 32, 16))
+        by_rows = np.asarray(segment_tiles(masking.key_tiles, jnp.asarray(own), jnp.asarray(other), 32, 16))
+        by_columns = np.asarray(segment_tiles(masking.query_tiles, jnp.asarray(other), jnp.asarray(own), 16, 32))
         for batch in range(2):
             seen = seen_by(masking, own[batch], other[batch])
             for i, j in itertools.product(range(7), range(21)):
@@ -114,7 +112,7 @@ def test_segment_tiles_hold_what_is_seen(is_sorted, seed):
 def test_segments_of_packed_documents_leave_out_other_documents_tiles():
     segments = jnp.repeat(jnp.arange(8), 128)[None]
     masking = Masking(queries=1024, keys=1024, right=0, has_segments=True)
-    tiles = np.asarray(segment_key_tiles(masking, segments, segments, 128, 64))
+    tiles = np.asarray(segment_tiles(masking.key_tiles, segments, segments, 128, 64))
     assert (tiles[0, :, 3] - tiles[0, :, 0] == 2).all()
 
 
@@ -205,7 +203,7 @@ def test_three_consumers(interpreter, queries, keys, is_causal, seed):
     """With a causal mask, a consumer skips the block's key tiles that its own queries do not see."""
     query, key, value = operands(seed, queries=queries, keys=keys)
     problem, extras = problem_of(query, key, is_causal=is_causal, **NOTHING)
-    config = ForwardConfig(warpgroups=3, own_output=True, memory_registers=32, compute_registers=160)
+    config = ForwardConfig(warpgroups=3, own_output=True, registers=(32, 160))
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
     want, want_lse = attention_reference(query, key, value, is_causal=is_causal, return_residuals=True)
     np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
@@ -291,11 +289,10 @@ def test_reference_is_jax_attention(seed):
 def test_scores_are_capped_as_exactly_as_others_are_computed(softcap, seed):
     products = np.random.default_rng(seed).normal(scale=300.0, size=2000).astype(np.float32)
     exact = softcap * np.tanh(0.25 * products.astype(np.float64) / softcap)
-    scores, bounded = capped(jnp.asarray(products), 0.25, softcap)
-    others = decoding.ScoreRule(scale=0.25, window=None, softcap=softcap).prepare(jnp.asarray(products))
-    for got in (scores / LOG2_E, others):
-        np.testing.assert_allclose(got, exact, rtol=5e-5, atol=1e-6 * min(softcap, 1000), err_msg=f"seed={seed}")
-    np.testing.assert_allclose(bounded, exact / softcap, atol=1e-6, err_msg=f"seed={seed}")
+    shares = bounded(jnp.asarray(products), 0.25, softcap)
+    tolerance = 1e-6 * min(softcap, 1000)
+    np.testing.assert_allclose(softcap * shares, exact, rtol=5e-5, atol=tolerance, err_msg=f"seed={seed}")
+    np.testing.assert_allclose(shares, exact / softcap, atol=1e-6, err_msg=f"seed={seed}")
 
 
 def test_a_window_that_bounds_nothing_is_no_window():

@@ -18,7 +18,7 @@ from pallas_kernels import attention, testing
 from pallas_kernels.ops.attention.backward import keys_launch
 from pallas_kernels.ops.attention.backward.config import default_backward, one_kernel, usual_two
 from pallas_kernels.ops.attention.backward.gradients import attention_backward
-from pallas_kernels.ops.attention.backward.tiles import Visits, block_place
+from pallas_kernels.ops.attention.backward.tiles import block_place
 from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import problem_of
 from pallas_kernels.ops.attention.reference import attention_reference
@@ -305,10 +305,10 @@ def test_every_block_has_its_own_place(tiles, lanes, waves):
     assert {i for i, _ in places[: first * tiles]} == set(range(first))
 
 
-def test_visits_go_over_every_tile_once():
-    visits = Visits(tiles=TileRange(2, 4, 7, 8))
-    masked = [int(visits.masked_tile(i)) for i in range(visits.masked)]
-    full = [int(visits.full_tile(i)) for i in range(visits.full)]
+def test_masked_and_full_tiles_are_all_tiles():
+    tiles = TileRange(2, 4, 7, 8)
+    masked = [int(tiles.masked_tile(i)) for i in range(tiles.masked)]
+    full = [int(tiles.full_tile(i)) for i in range(tiles.full)]
     assert (masked, full) == ([2, 3, 7], [4, 5, 6])
 
 

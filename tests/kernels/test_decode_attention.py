@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import testing
 from pallas_kernels.ops.decode_attention.api import decode_attention
-from pallas_kernels.ops.decode_attention.config import choose_splits
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
-from pallas_kernels.ops.decode_attention.plan import ScoreRule
+from pallas_kernels.ops.decode_attention.plan import ScoreRule, choose_splits
 from pallas_kernels.ops.decode_attention.reference import appended, decode_attention_reference
 from pallas_kernels.ops.decode_attention.specs import DECODE_ATTENTION
 from pallas_kernels.specs import seeds_of

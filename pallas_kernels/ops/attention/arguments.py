@@ -57,11 +57,9 @@ def checked(query: jax.Array, key: jax.Array, value: jax.Array, options: Options
     """Returns the options with plain numbers. Raises TypeError or ValueError where arguments do not fit together."""
     flags = {name: static_flag("attention", name, getattr(options, name)) for name in ("is_causal", "deterministic")}
     _check_operands(query, key, value)
-    for name, check in (("scale", static_number), ("softcap", positive_number)):
+    for name in ("scale", "softcap"):
         if isinstance(getattr(options, name), jax.Array):
             raise TypeError(f"attention: {name} must be a Python number, got an array.")
-        if getattr(options, name) is not None:
-            check("attention", name, getattr(options, name))
     _check_window(options)
     (batch, queries, heads, _), keys = query.shape, key.shape[1]
     _check_dense(options, (batch, heads, queries, keys))
@@ -73,21 +71,31 @@ def checked(query: jax.Array, key: jax.Array, value: jax.Array, options: Options
         )
     _check_segments(options.segment_ids, batch, queries, keys)
     _check_dropout(options)
-    _check_mask_value(options.mask_value)
     # A NumPy float would make float64 of what it multiplies, under jax_enable_x64.
-    numbers = {name: getattr(options, name) for name in ("scale", "softcap", "mask_value", "dropout_rate")}
-    numbers = {name: None if number is None else float(number) for name, number in numbers.items()}
+    kinds = {"scale": static_number, "softcap": positive_number, "mask_value": _hidden_score}
+    kinds["dropout_rate"] = static_number
+    given = {name: getattr(options, name) for name in kinds}
+    numbers = {n: None if value is None else kinds[n]("attention", n, value) for n, value in given.items()}
     return replace(options, **flags, **numbers)
 
 
-def _check_operands(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    for name, array in (("query", query), ("key", key), ("value", value)):
+def check_heads(operation: str, **arrays: jax.Array) -> None:
+    """Raises TypeError or ValueError unless the arrays, query first, have four axes and one floating dtype."""
+    dtype = arrays["query"].dtype
+    for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"attention: {name} must be floating, got {array.dtype.name}; cast it first.")
-        if array.dtype != query.dtype:
-            raise TypeError(f"attention: {name} must have query's dtype {query.dtype.name}, got {array.dtype.name}.")
+            raise TypeError(f"{operation}: {name} must be floating, got {array.dtype.name}; cast it first.")
+        if array.dtype != dtype:
+            raise TypeError(
+                f"{operation}: {name} must have query's dtype {dtype.name}, got {array.dtype.name}; cast one of them "
+                "first."
+            )
         if array.ndim != 4:
-            raise ValueError(f"attention: {name} must be (batch, length, heads, head size), got shape {array.shape}.")
+            raise ValueError(f"{operation}: {name} must have four dimensions, got shape {array.shape}.")
+
+
+def _check_operands(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+    check_heads("attention", query=query, key=key, value=value)
     (batch, _, heads, size), key_heads = query.shape, key.shape[2]
     if (key.shape[0], key.shape[3]) != (batch, size) or value.shape[:3] != key.shape[:3]:
         raise ValueError(
@@ -140,13 +148,14 @@ def _check_dropout(options: Options) -> None:
     dropout_words("attention", rate, jnp.zeros(2, jnp.uint32))  # for the rate alone
 
 
-def _check_mask_value(value: Any) -> None:
-    """The value of hidden scores must be a finite float32, as the scores are, below 0."""
-    if value is None or float(jnp.finfo(jnp.float32).min) <= static_number("attention", "mask_value", value) < 0:
-        return
-    raise ValueError(
-        f"attention: mask_value must be below 0 and finite in float32, got {value!r}; None stands for -inf."
-    )
+def _hidden_score(operation: str, name: str, value: Any) -> float:
+    """The value of hidden scores, which must be a finite float32, as the scores are, below 0."""
+    number = static_number(operation, name, value)
+    if not float(jnp.finfo(jnp.float32).min) <= number < 0:
+        raise ValueError(
+            f"{operation}: {name} must be below 0 and finite in float32, got {value!r}; None stands for -inf."
+        )
+    return number
 
 
 def _check_segments(segment_ids: Any, batch: int, queries: int, keys: int) -> None:

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.ops.decode_attention.config import HEAD_SIZES
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
-from pallas_kernels.ops.decode_attention.plan import ScoreRule
+from pallas_kernels.ops.decode_attention.plan import HEAD_SIZES, ScoreRule
 from pallas_kernels.primitives.platform import varying_like
 
 _DECODED_ROWS = 64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -57,28 +57,54 @@ def run_roles(
     consumers: int,
     produce: Callable[[], None],
     consume: Callable[[], None],
-    registers: tuple[int, int] = REGISTERS,
+    registers: tuple[int, int] | None = REGISTERS,
     *,
     consumers_first: bool = False,
 ) -> None:
     """Runs the role of a warpgroup: the last one produces, the others consume.
 
-    warpgroup: its number. registers: of a thread of the producer and of a consumer.
+    warpgroup: its number. registers: of a thread of the producer and of a consumer; None: as many as it has.
     consumers_first: the order of the roles in the program, which may change ptxas's choice of registers.
     """
-    of_producer, of_consumer = registers
 
     def producer():
-        plgpu.set_max_registers(of_producer, action="decrease")
+        if registers is not None:
+            plgpu.set_max_registers(registers[0], action="decrease")
         produce()
 
     def consumer():
-        plgpu.set_max_registers(of_consumer, action="increase")
+        if registers is not None:
+            plgpu.set_max_registers(registers[1], action="increase")
         consume()
 
     roles = [(warpgroup == consumers, producer), (warpgroup < consumers, consumer)]
     for is_own, role in reversed(roles) if consumers_first else roles:
         pl.when(is_own)(role)
+
+
+class Lane(NamedTuple):
+    """A head of a batch entry. Its blocks read the same arrays."""
+
+    batch: Any
+    head: Any
+
+    @classmethod
+    def of(cls, number: jax.Array, heads: int) -> Lane:
+        """The lane with this number, of batch entries with so many heads."""
+        return cls(lax.div(number, heads), lax.rem(number, heads))
+
+    def rows(self, first: Any, count: int) -> tuple[Any, ...]:
+        """The place of some of the head's rows in an array."""
+        return self.batch, pl.ds(first, count), self.head
+
+
+def not_invariant(step: Any) -> jax.Array:
+    """Zero (there are fewer than 2**30 steps), which the compiler takes for a value that changes in each step.
+
+    Added to the place of an operand that does not move, it keeps the compiler from computing all its descriptors, two
+    registers for each 16 columns, before the loop and holding them: 25 too many with a head size of 256.
+    """
+    return lax.shift_right_logical(step, 30)
 
 
 def hidden(count: Any) -> jax.Array:

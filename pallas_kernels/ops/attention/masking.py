@@ -10,7 +10,7 @@ zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +31,35 @@ class TileRange(NamedTuple):
     full_first: Any
     full_last: Any
     last: Any
+
+    @classmethod
+    def of(cls, table: Any, batch: Any, tile: Any) -> TileRange:
+        """The entry of a tile, in a reference to a table of `segment_tiles`."""
+        return cls(*(table[batch, tile, i] for i in range(4)))
+
+    @property
+    def masked(self) -> Any:
+        """The number of masked tiles, before the full ones and after them."""
+        return self.full_first - self.first + self.last - self.full_last
+
+    @property
+    def full(self) -> Any:
+        """The number of full tiles."""
+        return self.full_last - self.full_first
+
+    @property
+    def has_masked(self) -> bool:
+        """Whether there may be masked tiles."""
+        return not isinstance(self.masked, int) or self.masked > 0
+
+    def masked_tile(self, i: Any) -> Any:
+        """The i-th masked tile."""
+        before = self.full_first - self.first
+        return jnp.where(i < before, self.first + i, self.full_last + i - before)
+
+    def full_tile(self, i: Any) -> Any:
+        """The i-th full tile."""
+        return self.full_first + i
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,23 +105,15 @@ class Masking:
 
     def key_tiles(self, row: Any, rows: int, columns: int) -> TileRange:
         """The key tiles, of `columns` keys, for the `rows` queries from `row` on; ignores segments."""
-        last_row = _minimum(row + rows, self.queries) - 1
-        start = 0 if self.left is None else _maximum(row - self.left, 0)
-        end = self.keys if self.right is None else _minimum(self.keys, _maximum(last_row + self.right + 1, 0))
-        full_start = 0 if self.left is None else _maximum(last_row - self.left, 0)
-        full_end = self.keys if self.right is None else _minimum(self.keys, _maximum(row + self.right + 1, 0))
-        return _range(start, full_start, full_end, end, columns)
+        last = _minimum(row + rows, self.queries) - 1
+        return _band_tiles(row, last, self.left, self.right, columns, length=self.keys, whole=self.keys)
 
     def query_tiles(self, column: Any, columns: int, rows: int) -> TileRange:
         """The query tiles, of `rows` queries, for the `columns` keys from `column` on; ignores segments."""
-        last_column = _minimum(column + columns, self.keys) - 1
-        start = 0 if self.right is None else _maximum(column - self.right, 0)
-        end = self.queries if self.left is None else _minimum(self.queries, _maximum(last_column + self.left + 1, 0))
-        full_start = 0 if self.right is None else _maximum(last_column - self.right, 0)
+        last = _minimum(column + columns, self.keys) - 1
         # The last tile may go beyond the queries: their rows need no mask.
-        beyond = -(-self.queries // rows) * rows
-        full_end = beyond if self.left is None else _minimum(beyond, _maximum(column + self.left + 1, 0))
-        tiles = _range(start, full_start, full_end, end, rows)
+        whole = -(-self.queries // rows) * rows
+        tiles = _band_tiles(column, last, self.right, self.left, rows, length=self.queries, whole=whole)
         if self.keys % columns == 0:
             return tiles
         # A tile with keys beyond the last one is masked throughout.
@@ -139,33 +160,40 @@ class Masking:
         return seen
 
 
-def segment_key_tiles(
-    masking: Masking, query_segments: jax.Array, key_segments: jax.Array, rows: int, columns: int
+def segment_tiles(
+    tiles_of: Callable[..., TileRange], own: jax.Array, other: jax.Array, own_size: int, other_size: int
 ) -> jax.Array:
-    """`Masking.key_tiles` of every query tile, with segments.
+    """`Masking.key_tiles` of every query tile, or `Masking.query_tiles` of every key tile, with segments.
 
-    A key tile is visited if its range of segment numbers meets that of the queries. Numbers need not be sorted; if they
-    are, as for packed documents, no tile is visited in vain.
+    A tile is visited if its range of segment numbers meets that of the tile that visits. Numbers need not be sorted; if
+    they are, as for packed documents, no tile is visited in vain.
 
     Args:
-        query_segments: (batch, queries), integers.
-        key_segments: (batch, keys).
+        tiles_of: that method.
+        own, other: the segments of the places whose tiles visit, and of those whose tiles are visited, integers
+            (batch, length).
+        own_size, other_size: the lengths of their tiles.
 
     Returns:
-        (batch, query tiles, 4), int32: the members of `TileRange`.
+        (batch, own tiles, 4), int32: the members of `TileRange`.
     """
-    place = jnp.arange(-(-masking.queries // rows), dtype=jnp.int32) * rows
-    bounds = masking.key_tiles(place, rows, columns)
-    return _segment_tiles(bounds, _extent(query_segments, rows), _extent(key_segments, columns))
-
-
-def segment_query_tiles(
-    masking: Masking, query_segments: jax.Array, key_segments: jax.Array, rows: int, columns: int
-) -> jax.Array:
-    """`Masking.query_tiles` of every key tile, with segments: (batch, key tiles, 4), int32."""
-    place = jnp.arange(-(-masking.keys // columns), dtype=jnp.int32) * columns
-    bounds = masking.query_tiles(place, columns, rows)
-    return _segment_tiles(bounds, _extent(key_segments, columns), _extent(query_segments, rows))
+    (own_low, own_high), (other_low, other_high) = _extent(own, own_size), _extent(other, other_size)
+    bounds = tiles_of(jnp.arange(own_low.shape[1], dtype=jnp.int32) * own_size, own_size, other_size)
+    bounds = (jnp.broadcast_to(jnp.asarray(bound), own_low.shape[1:])[None, :, None] for bound in bounds)
+    first, full_first, full_last, last = bounds
+    own_low, own_high = own_low[:, :, None], own_high[:, :, None]
+    other_low, other_high = other_low[:, None], other_high[:, None]
+    tile = jnp.arange(other_low.shape[-1], dtype=jnp.int32)
+    matters = (own_low <= other_high) & (other_low <= own_high) & (first <= tile) & (tile < last)
+    is_full = (own_low == own_high) & (other_low == other_high) & (own_low == other_low)
+    is_full &= (full_first <= tile) & (tile < full_last)
+    start, end = _first(matters), len(tile) - _first(matters[..., ::-1])
+    end = jnp.where(matters.any(-1), end, start)
+    full_start = jnp.where(is_full.any(-1), _first(is_full), end)
+    # If numbers are not sorted, only the first run of full tiles counts as full.
+    run_end = _first(~is_full & (tile >= full_start[..., None]), default=len(tile))
+    full_end = jnp.minimum(jnp.maximum(run_end, full_start), end)
+    return jnp.stack([start, full_start, full_end, end], axis=-1).astype(jnp.int32)
 
 
 def padded_segments(segments: jax.Array, multiple: int) -> jax.Array:
@@ -180,35 +208,27 @@ def _extent(segments: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     return tiles.min(-1), tiles.max(-1)
 
 
-def _segment_tiles(bounds: TileRange, own: Sequence[jax.Array], other: Sequence[jax.Array]) -> jax.Array:
-    count = own[0].shape[1]
-    first, full_first, full_last, last = (jnp.broadcast_to(jnp.asarray(b), (count,))[None, :, None] for b in bounds)
-    own_low, own_high = (value[:, :, None] for value in own)
-    other_low, other_high = (value[:, None, :] for value in other)
-    tile = jnp.arange(other_low.shape[-1], dtype=jnp.int32)
-    matters = (own_low <= other_high) & (other_low <= own_high) & (first <= tile) & (tile < last)
-    is_full = (own_low == own_high) & (other_low == other_high) & (own_low == other_low)
-    is_full &= (full_first <= tile) & (tile < full_last)
-    start, end = _first(matters), len(tile) - _first(matters[..., ::-1])
-    end = jnp.where(matters.any(-1), end, start)
-    full_start = jnp.where(is_full.any(-1), _first(is_full), end)
-    # If numbers are not sorted, only the first run of full tiles counts as full.
-    run_end = _first(~is_full & (tile >= full_start[..., None]), default=len(tile))
-    full_end = jnp.minimum(jnp.maximum(run_end, full_start), end)
-    return jnp.stack([start, full_start, full_end, end], axis=-1).astype(jnp.int32)
-
-
 def _first(condition: jax.Array, *, default: int = 0) -> jax.Array:
     """The place of the first True along the last axis."""
     return jnp.where(condition.any(-1), jnp.argmax(condition, -1), default)
 
 
-def _range(start: Any, full_start: Any, full_end: Any, end: Any, size: int) -> TileRange:
+def _band_tiles(
+    place: Any, last: Any, before: int | None, after: int | None, size: int, *, length: int, whole: int
+) -> TileRange:
+    """The tiles of `size` places that those from `place` to `last` see: from `before` them to `after` them.
+
+    length: of the places that are seen. whole: the same for full tiles.
+    """
+    start = 0 if before is None else _maximum(place - before, 0)
+    end = length if after is None else _minimum(length, _maximum(last + after + 1, 0))
+    full_start = 0 if before is None else _maximum(last - before, 0)
+    full_end = whole if after is None else _minimum(whole, _maximum(place + after + 1, 0))
     first = _divide(start, size)
-    last = _maximum(_divide(end + size - 1, size), first)
-    full_first = _minimum(_maximum(_divide(full_start + size - 1, size), first), last)
-    full_last = _minimum(_maximum(_divide(full_end, size), full_first), last)
-    return TileRange(first, full_first, full_last, last)
+    tiles_end = _maximum(_divide(end + size - 1, size), first)
+    full_first = _minimum(_maximum(_divide(full_start + size - 1, size), first), tiles_end)
+    full_last = _minimum(_maximum(_divide(full_end, size), full_first), tiles_end)
+    return TileRange(first, full_first, full_last, tiles_end)
 
 
 def _divide(value: Any, size: int) -> Any:

@@ -44,8 +44,8 @@ class Problem:
         queries zeros, and XLA then gives them the average of all values (`averaged`). None: they keep zeros.
     bounds_weights: whether to bound weights by 1. Those of keys of zeros beyond the last key may be infinite otherwise,
         and infinity times such a key is not zero.
-    clips: whether heads are narrower in the arrays than tiles, which then lie in panels: TMA fills the further columns
-        with zeros, and does not store them.
+    clips: whether arrays end within tiles, as heads are narrower than these or there are fewer keys. Tiles then lie in
+        panels: TMA fills what is beyond with zeros, and does not store it.
     deterministic: whether gradients have the same bits in every run; only one kernel by keys asks.
     """
 
@@ -72,6 +72,11 @@ class Problem:
     def hidden(self) -> float:
         """The score that the mask gives, in base 2."""
         return -math.inf if self.mask_value is None else max(self.mask_value * LOG2_E, LOWEST_SCORE)
+
+    @property
+    def kept_scale(self) -> float:
+        """The factor by which dropout scales the weights that it keeps."""
+        return 1 / (1 - self.dropout_rate)
 
     def products(self, of_keys: int, of_values: int) -> Products | None:
         """So many products with keys' or queries' columns and with values', for visible pairs of query and key.
@@ -115,14 +120,13 @@ class Problem:
 class Extras:
     """The further arrays of a launch; None for one that it does not have.
 
-    query_segments, key_segments: (batch, queries), (batch, keys), integers.
+    segments: of the queries and of the keys, (batch, queries) and (batch, keys), integers.
     bias: (1 or batch, 1 or heads, 1 or queries, keys), floating.
     mask, kept: `packed_bits` of such arrays: what is not hidden, and what dropout keeps.
     sinks: (heads,), float32.
     """
 
-    query_segments: jax.Array | None = None
-    key_segments: jax.Array | None = None
+    segments: tuple[jax.Array, jax.Array] | None = None
     bias: jax.Array | None = None
     mask: jax.Array | None = None
     kept: jax.Array | None = None
@@ -133,9 +137,9 @@ class Extras:
         found = {"bias": self.bias, "mask": self.mask, "kept": self.kept}
         # Rows of words are whole tiles already.
         arrays = {n: padded(a, rows, columns if n == "bias" else 1) for n, a in found.items() if a is not None}
-        if self.query_segments is not None and self.key_segments is not None:
-            arrays["query_segments"] = padded_segments(self.query_segments, rows)
-            arrays["key_segments"] = padded_segments(self.key_segments, columns)
+        if self.segments is not None:
+            arrays["query_segments"] = padded_segments(self.segments[0], rows)
+            arrays["key_segments"] = padded_segments(self.segments[1], columns)
         return arrays
 
 
@@ -237,8 +241,7 @@ def extras_of(problem: Problem, options: Options) -> Extras:
         rate = problem.dropout_rate
         kept = keep_bits(options.dropout_key, problem.batch, problem.heads, queries, keys, rate=rate)
     return Extras(
-        query_segments=None if segments is None else segments[0],
-        key_segments=None if segments is None else segments[1],
+        segments=segments,
         bias=None if options.bias is None else whole_rows(options.bias, keys),
         mask=None if mask is None else packed_bits(whole_rows(mask, keys)),
         kept=None if kept is None else seen_bits(kept, problem.masking),

@@ -18,18 +18,17 @@ from pallas_kernels.primitives.exponents import LOG2_E
 _LARGE_CAP, _SMALL_ANGLE = 1000, 0.02
 
 
-def capped(products: jax.Array, scale: float, softcap: float) -> tuple[jax.Array, jax.Array]:
-    """Returns (softcap * bounded, in base 2; bounded), with bounded = tanh(scale * products / softcap).
+def bounded(products: jax.Array, scale: float, softcap: float) -> jax.Array:
+    """tanh(scale * products / softcap).
 
     It takes one exponential and is off by 3e-7; the hardware's tanh is off by 5e-4, which a softcap of 50 makes 2% of a
     weight. Where a large cap would show even the 3e-7, small scores come from the series.
     """
-    bounded = 1 - 2 / (1 + jnp.exp2(products * (2 * LOG2_E * scale / softcap)))
-    scores = bounded * (softcap * LOG2_E)
+    found = 1 - 2 / (1 + jnp.exp2(products * (2 * LOG2_E * scale / softcap)))
     if softcap > _LARGE_CAP:
-        factor = 1 - bounded * bounded * (1 / 3)
-        scores = jnp.where(jnp.abs(bounded) < _SMALL_ANGLE, products * (scale * LOG2_E) * factor, scores)
-    return scores, bounded
+        small = products * (scale / softcap) * (1 - found * found * (1 / 3))
+        found = jnp.where(jnp.abs(found) < _SMALL_ANGLE, small, found)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ class Scores:
         problem = self.problem
         scores = product
         if problem.softcap is not None:
-            scores = capped(scores, problem.scale, problem.softcap)[0]
+            scores = bounded(scores, problem.scale, problem.softcap) * (problem.softcap * LOG2_E)
         elif self.factor == 1.0:
             scores = scores * (problem.scale * LOG2_E)
         place = (batch, head), (row, column), (64, self.columns)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.decode_attention.config import HEAD_SIZES
+from pallas_kernels.ops.attention.arguments import check_heads
 from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
-from pallas_kernels.ops.decode_attention.plan import ScoreRule
+from pallas_kernels.ops.decode_attention.plan import HEAD_SIZES, ScoreRule
 from pallas_kernels.ops.decode_attention.reference import appended, decode_attention_reference
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays, positive_number, static_integer
 from pallas_kernels.primitives.dimensions import shares
@@ -151,18 +151,8 @@ def _check(query, key_cache, value_cache, lengths, page_table, new_key, new_valu
     """Raises TypeError or ValueError where arguments do not fit together."""
     if (new_key is None) != (new_value is None):
         raise ValueError("decode_attention: new_key and new_value must be given together.")
-    arrays = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     new = {} if new_key is None else {"new_key": new_key, "new_value": new_value}
-    for name, array in {**arrays, **new}.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"decode_attention: {name} must be floating, got {array.dtype.name}; cast it first.")
-        if array.dtype != query.dtype:
-            raise TypeError(
-                f"decode_attention: {name} must have query's dtype {query.dtype.name}, got {array.dtype.name}; cast "
-                "one of them first."
-            )
-        if array.ndim != 4:
-            raise ValueError(f"decode_attention: {name} must have four dimensions, got shape {array.shape}.")
+    check_heads("decode_attention", query=query, key_cache=key_cache, value_cache=value_cache, **new)
     for name, array in {"lengths": lengths, "page_table": page_table}.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"decode_attention: {name} must be integers, got {array.dtype.name}.")

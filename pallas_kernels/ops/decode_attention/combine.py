@@ -13,8 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.decode_attention.config import ROWS, stored_columns
-from pallas_kernels.ops.decode_attention.plan import Item, Plan
+from pallas_kernels.ops.decode_attention.plan import ROWS, Item, Plan, stored_columns
 from pallas_kernels.primitives import settings
 
 _LAYOUT = plgpu.Layout.WGMMA

@@ -15,6 +15,8 @@ loads the first tile that holds one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -22,15 +24,24 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.attention.launch import block_kernel
+from pallas_kernels.ops.attention.launch import REGISTERS, block_kernel, run_roles
 from pallas_kernels.ops.decode_attention.combine import Finish, combine, finish_types
-from pallas_kernels.ops.decode_attention.config import QUERIES, ROWS, TILE_KEYS, choose_splits, fitting_stages
-from pallas_kernels.ops.decode_attention.plan import Item, Plan, ScoreRule
-from pallas_kernels.ops.decode_attention.ring import Ring, for_each_item, produce, ring_types
+from pallas_kernels.ops.decode_attention.plan import (
+    QUERIES,
+    ROWS,
+    TILE_KEYS,
+    Item,
+    Plan,
+    ScoreRule,
+    choose_splits,
+    fitting_stages,
+)
+from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.exponents import LOWEST_SCORE
 from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.references import in_place
+from pallas_kernels.primitives.row_tiles import shared
 from pallas_kernels.primitives.rows import THREADS
 
 _UNSEEN = -3e38
@@ -110,18 +121,13 @@ def _kernel(plan: Plan, cores: int) -> Callable[..., tuple[jax.Array, ...]]:
         *output_refs, ring, finish_refs = refs
         finish = Finish(plan=plan, outputs=output_refs, **finish_refs)
         warpgroup = lax.axis_index("warpgroup")
-
-        @pl.when(warpgroup == plan.warpgroups)
-        def _():
-            if plan.warpgroups > 1:
-                plgpu.set_max_registers(24, action="decrease")
-            produce(plan, query_ref, keys_ref, values_ref, new_refs, lengths_ref, page_table_ref, ring)
-
-        @pl.when(warpgroup < plan.warpgroups)
-        def _():
-            if plan.warpgroups > 1:
-                plgpu.set_max_registers(240, action="increase")
-            _compute(plan, lengths_ref, ring, finish, warpgroup)
+        run_roles(
+            warpgroup,
+            plan.warpgroups,
+            lambda: produce(plan, query_ref, (keys_ref, values_ref), new_refs, lengths_ref, page_table_ref, ring),
+            lambda: _compute(plan, lengths_ref, ring, finish, warpgroup),
+            REGISTERS if plan.warpgroups > 1 else None,
+        )
 
     out_type = [jax.ShapeDtypeStruct((plan.batch, plan.tokens, plan.kv_heads * plan.group, plan.head_size), plan.dtype)]
     if not plan.is_direct:
@@ -137,6 +143,134 @@ def _kernel(plan: Plan, cores: int) -> Callable[..., tuple[jax.Array, ...]]:
         automatic_barriers=False,
         products=product(rows, plan.keys, plan.head_size, plan.dtype).times(2),
     )
+
+
+class Buffers(NamedTuple):
+    """Tiles in shared memory. full, empty: barriers of a tile's place, which has arrived, or is free."""
+
+    tiles: Any
+    empty: Any
+    full: Any
+
+
+class Ring(NamedTuple):
+    """Shared memory and barriers of a block; each consumer has a ring of key and value stages.
+
+    newest: keys and values of the newest tokens, on their way into the caches; None without them.
+    """
+
+    newest: Any
+    newest_here: Any
+    keys: Buffers
+    queries: Buffers
+    values: Buffers
+
+
+def ring_types(plan: Plan) -> Ring:
+    """The scratch types of a block's ring."""
+    rings = plan.warpgroups * plan.stages
+    tiles = Buffers(
+        tiles=shared((plan.warpgroups, plan.stages, TILE_KEYS, plan.head_size), plan.dtype),
+        empty=plgpu.Barrier(num_barriers=rings),
+        full=plgpu.Barrier(num_arrivals=plan.pieces, num_barriers=rings),
+    )
+    queries = Buffers(
+        tiles=shared((QUERIES, ROWS, plan.head_size), plan.dtype),
+        empty=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=QUERIES),
+        full=plgpu.Barrier(num_barriers=QUERIES),
+    )
+    return Ring(
+        newest=plgpu.SMEM((2, plan.tokens, plan.head_size), plan.dtype) if plan.appends else None,
+        newest_here=plgpu.Barrier(num_arrivals=2) if plan.appends else None,
+        keys=tiles,
+        queries=queries,
+        values=tiles,
+    )
+
+
+def for_each_item(plan: Plan, work, carry: Any) -> Any:
+    """Runs carry = work(item, its number in the block, carry) for each work item of the block; returns the last."""
+
+    @plgpu.nd_loop((plan.items,), collective_axes="block", init_carry=carry)
+    def last(info, carry: Any) -> Any:
+        return work(plan.item(info.index[0]), info.local_index, carry)
+
+    return last
+
+
+def append(item: Item, length, tiles, caches, page_table_ref, ring: Ring) -> None:
+    """Writes the part's new keys and values into the caches, and waits until loads by TMA can see them.
+
+    tiles: the part's first tile, and the one behind its last.
+    """
+    plgpu.barrier_wait(ring.newest_here)
+
+    @pl.loop(0, item.plan.tokens)
+    def _(token):
+        position, place = item.newest(length, token, page_table_ref)
+
+        @pl.when((position >= tiles[0] * TILE_KEYS) & (position < tiles[1] * TILE_KEYS))
+        def _():
+            for which, cache in enumerate(caches):
+                plgpu.copy_smem_to_gmem(ring.newest.at[which, token], cache.at[place])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def produce(plan: Plan, query_ref, caches, new_refs, lengths_ref, page_table_ref, ring: Ring) -> None:
+    """Runs the producer: loads queries, keys and values of every part as soon as a stage is free.
+
+    caches: of keys and of values. new_refs: those of the newest tokens, which are written before the first tile that
+    holds one is loaded.
+    """
+    loaded = min(ROWS, -(-plan.rows // 8) * 8)
+
+    def work(item: Item, number, before):
+        length, first, count = item.tiles(lengths_ref)
+        slot = lax.rem(number, QUERIES)
+        pl.when(number >= QUERIES)(lambda: plgpu.barrier_wait(ring.queries.empty.at[slot]))
+        plgpu.copy_gmem_to_smem(
+            query_ref.at[item.batch, item.head, pl.ds(item.row_block * ROWS, loaded)],
+            ring.queries.tiles.at[slot, pl.ds(0, loaded)],
+            ring.queries.full.at[slot],
+        )
+
+        # The first of the part's tiles with a new token; if it has none, one behind its last.
+        grown = jnp.maximum(first, jnp.maximum(length - plan.tokens, 0) // TILE_KEYS)
+        for which, ref in enumerate(new_refs):
+            load = partial(plgpu.copy_gmem_to_smem, ref.at[item.batch, :, item.head], ring.newest.at[which])
+            pl.when(grown < first + count)(partial(load, ring.newest_here))
+
+        def load_tiles(i, _):
+            for warpgroup in range(plan.warpgroups):
+                tile = i * plan.warpgroups + warpgroup
+
+                @pl.when(tile < count)
+                def _(warpgroup=warpgroup, tile=tile):
+                    if plan.appends:
+                        write = partial(append, item, length, (first, first + count), caches, page_table_ref, ring)
+                        pl.when(first + tile == grown)(write)
+                    load = before[warpgroup] + i
+                    stage = lax.rem(load, plan.stages)
+                    barrier = warpgroup * plan.stages + stage
+                    sources = item.sources(first + tile, page_table_ref)
+                    for ref, own in zip(caches, (ring.keys, ring.values), strict=True):
+                        pl.when(load >= plan.stages)(lambda own=own: plgpu.barrier_wait(own.empty.at[barrier]))
+                        size = TILE_KEYS // plan.pieces
+                        for piece, source in enumerate(sources):
+                            rows = pl.ds(piece * size, size)
+                            place = (warpgroup, stage, rows) if plan.pieces > 1 else (warpgroup, stage)
+                            plgpu.copy_gmem_to_smem(ref.at[source], own.tiles.at[place], own.full.at[barrier])
+
+        lax.fori_loop(0, item.own(count, 0), load_tiles, None)
+        return *(before[w] + item.own(count, w) for w in range(plan.warpgroups)), number + 1
+
+    *loads, items = for_each_item(plan, work, (jnp.int32(0),) * (plan.warpgroups + 1))
+
+    for warpgroup, total in enumerate(loads):
+        for own in (ring.keys, ring.values):
+            drain(own.empty, plan.stages, total, warpgroup * plan.stages)
+    drain(ring.queries.empty, QUERIES, items)
 
 
 def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> None:
@@ -159,20 +293,21 @@ def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> 
         length, first, count = item.tiles(lengths_ref)
         own = item.own(count, warpgroup)
         query_slot = lax.rem(number, QUERIES)
-        plgpu.barrier_wait(ring.query_full.at[query_slot])
+        plgpu.barrier_wait(ring.queries.full.at[query_slot])
 
         def tile(i, carry, *, is_masked: bool):
             sums, maximum, total = carry
             stage = lax.rem(before + i, plan.stages)
             place = warpgroup * plan.stages + stage
-            plgpu.barrier_wait(ring.keys_full.at[place])
+            plgpu.barrier_wait(ring.keys.full.at[place])
 
             def multiply(accumulator):
-                plgpu.wgmma(accumulator, ring.query.at[query_slot], ring.keys.at[warpgroup, stage].transpose((1, 0)))
+                keys = ring.keys.tiles.at[warpgroup, stage]
+                plgpu.wgmma(accumulator, ring.queries.tiles.at[query_slot], keys.transpose((1, 0)))
                 return accumulator[...]
 
             scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(tile_shape, jnp.float32))
-            plgpu.barrier_arrive(ring.keys_empty.at[place])
+            plgpu.barrier_arrive(ring.keys.empty.at[place])
             scores = plan.scores.prepare(scores)
             if is_masked:
                 start = (first + i * plan.warpgroups + warpgroup) * TILE_KEYS
@@ -187,15 +322,15 @@ def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> 
             weights = jnp.exp2((scores - over(highest, tile_shape)) * plan.scores.factor)
             total = total * shrink + jnp.sum(weights, axis=1)
             rounded = weights.astype(plan.dtype)
-            plgpu.barrier_wait(ring.values_full.at[place])
+            plgpu.barrier_wait(ring.values.full.at[place])
 
             def accumulate(accumulator):
                 accumulator[...] = sums * over(shrink, sums.shape)
-                plgpu.wgmma(accumulator, rounded, ring.values.at[warpgroup, stage])
+                plgpu.wgmma(accumulator, rounded, ring.values.tiles.at[warpgroup, stage])
                 return accumulator[...]
 
             sums = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(sums.shape, jnp.float32))
-            plgpu.barrier_arrive(ring.values_empty.at[place])
+            plgpu.barrier_arrive(ring.values.empty.at[place])
             return sums, highest, total
 
         carry = (
@@ -210,7 +345,7 @@ def _compute(plan: Plan, lengths_ref, ring: Ring, finish: Finish, warpgroup) -> 
             unmasked = jnp.clip((seen + plan.warpgroups - 1 - warpgroup) // plan.warpgroups, 0, own)
             carry = lax.fori_loop(0, unmasked, lambda i, c: tile(i, c, is_masked=False), carry)
         sums, maximum, total = lax.fori_loop(unmasked, own, lambda i, c: tile(i, c, is_masked=True), carry)
-        plgpu.barrier_arrive(ring.query_empty.at[query_slot])
+        plgpu.barrier_arrive(ring.queries.empty.at[query_slot])
         pl.when(warpgroup == 0)(lambda: finish.take_and_store(item, sums, maximum, total))
         if plan.warpgroups > 1:
             pl.when(warpgroup > 0)(lambda: finish.give(warpgroup - 1, sums, maximum, total))

@@ -1,4 +1,4 @@
-"""A launch without its arrays: the arithmetic of scores, and the keys that each block reads."""
+"""A launch without its arrays: the arithmetic of scores, how the cache is split, and the keys that each block reads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,25 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ops.decode_attention.config import ROWS, TILE_KEYS, stored_columns
+from pallas_kernels.ops.attention.scores import bounded
 from pallas_kernels.primitives.exponents import LOG2_E
+from pallas_kernels.primitives.hopper import SHARED_BYTES
 
-_LARGE_CAP, _SMALL_ANGLE = 1000, 0.02
+HEAD_SIZES = (64, 96, 128, 192, 256)
+"""Columns of the heads that the kernel takes."""
+ROWS = 64
+"""Rows of a product of the tensor cores."""
+TILE_KEYS = 64
+"""Keys of a tile: 128 are as fast (two parts 486.0, then 484.5 µs)."""
+QUERIES = 2
+"""Buffers for queries, so that those of the next part are loaded early."""
+_OTHER_BYTES = 4096
+"""Shared memory for barriers and the compiler's reductions."""
+_FEWEST_KEYS = 128
+"""The least keys of a part: fewer are not worth its overhead."""
+_MOST_SPLITS = 64
+_NEAR = 0.96
+"""The share of the best occupancy that fewer parts must reach to be taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +48,7 @@ class ScoreRule:
         """The scores without `factor`, which scales their differences: equal scores weigh the same, however large."""
         if self.softcap is None:
             return -products if self.scale < 0 else products
-        # tanh(x) as 1 - 2 / (1 + exp(2x)): the hardware's own tanh is off by 5e-4.
-        doubled = jnp.exp2(products * (2 * self.scale / self.softcap * LOG2_E))
-        bounded = 1 - 2 / (1 + doubled)
-        scores = self.softcap * bounded
-        if self.softcap > _LARGE_CAP:  # a large cap would show rounding errors: small scores come from the series
-            factor = 1 - bounded * bounded * (1 / 3)
-            scores = jnp.where(jnp.abs(bounded) < _SMALL_ANGLE, products * self.scale * factor, scores)
-        return scores
+        return self.softcap * bounded(products, self.scale, self.softcap)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,3 +171,32 @@ class Item:
     def own(self, count: jax.Array, warpgroup: int | jax.Array) -> jax.Array:
         """The number of the part's tiles that a consumer takes."""
         return (count + self.plan.warpgroups - 1 - warpgroup) // self.plan.warpgroups
+
+
+def fitting_stages(most: int, *, warpgroups: int, head_size: int, itemsize: int, new_tokens: int = 0) -> int:
+    """The stages of a consumer's ring that fit in shared memory; `new_tokens` go into the caches."""
+    query = (QUERIES * ROWS + 2 * new_tokens) * head_size * itemsize
+    staging = warpgroups * ROWS * (stored_columns(head_size) + 2) * 4
+    stage = 2 * warpgroups * TILE_KEYS * head_size * itemsize
+    room = SHARED_BYTES - _OTHER_BYTES - query - staging
+    return max(1, min(most, room // stage))
+
+
+def stored_columns(head_size: int) -> int:
+    """Columns of a result that are combined and stored at a time."""
+    return 64 if head_size % 64 == 0 else 32
+
+
+def choose_splits(sequences: int, keys: int, cores: int) -> int:
+    """The fewest parts that keep nearly all multiprocessors busy until the end.
+
+    sequences: pairs of a sequence and a key head, each with `keys` keys.
+    """
+    most = max(1, min(_MOST_SPLITS, keys // _FEWEST_KEYS))
+
+    def busy(splits: int) -> float:
+        parts = sequences * splits
+        return parts / (-(-parts // cores) * cores)
+
+    best = max(busy(splits) for splits in range(1, most + 1))
+    return next(splits for splits in range(1, most + 1) if busy(splits) >= _NEAR * best)

@@ -22,9 +22,9 @@ from pallas_kernels.ops.attention.backward.config import (
 from pallas_kernels.ops.attention.backward.keys import key_gradients
 from pallas_kernels.ops.attention.backward.keys_launch import has_warps_apart
 from pallas_kernels.ops.attention.backward.queries import query_gradients
-from pallas_kernels.ops.attention.backward.tiles import MARK, Inputs, rows_of
+from pallas_kernels.ops.attention.backward.tiles import MARK, Inputs
 from pallas_kernels.ops.attention.dense import TILE
-from pallas_kernels.ops.attention.masking import segment_key_tiles, segment_query_tiles
+from pallas_kernels.ops.attention.masking import segment_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.primitives.exponents import LOG2_E
 from pallas_kernels.primitives.platform import varying_like
@@ -55,7 +55,7 @@ def attention_backward(
     """
     extras = extras or Extras()
     config = config or tuned_backward(problem)
-    rows = rows_of(_base_2(lse, extras, problem), out, lse, dout, dlse, TILE)
+    rows = rows_of(problem, extras, out, lse, dout, dlse)
     inputs = Inputs(query, key, value, dout, rows, {})
     # JAX's warps accept no array that varies over the devices of `jax.shard_map`.
     varies = jax.typeof(query).manual_axis_type.varying
@@ -64,14 +64,12 @@ def attention_backward(
     if config.queries is None:
         assert can_be_one(problem)
         whole, dscores = _with_whole_tiles(problem, config.keys.columns), None
-        dq, dk, dv = key_gradients(inputs, problem=whole, forms=problem.forms, config=config.keys)
+        dq, dk, dv = key_gradients(inputs, problem=whole, config=config.keys)
     else:
         by_keys, by_queries = _extras(extras, problem, config.keys, config.queries)
         own = inputs._replace(extras=by_queries)
         dq, dscores = query_gradients(own, problem=problem, config=config.queries)
-        dk, dv = key_gradients(
-            inputs._replace(extras=by_keys), problem=problem, forms=problem.forms, config=config.keys
-        )
+        dk, dv = key_gradients(inputs._replace(extras=by_keys), problem=problem, config=config.keys)
     dquery, dkey, dvalue = (varying_like(gradient, query) for gradient in (dq, dk, dv))
     dbias = None
     if dscores is not None:
@@ -91,19 +89,33 @@ def attention_backward(
     return dquery, dkey, dvalue, Extras(bias=dbias, sinks=dsinks)
 
 
-def _base_2(lse: jax.Array, extras: Extras, problem: Problem) -> jax.Array:
-    """The log-sum-exp in base 2, 0 for -inf. Where it is that of hidden scores alone, `MARK` times their number.
+def rows_of(
+    problem: Problem,
+    extras: Extras,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+) -> jax.Array:
+    """Three numbers a query, (batch, heads, 3, queries padded with zeros to whole tiles), float32.
 
-    A float32 near a mask value below -1e5 does not hold the logarithm of a number: at -1e5, to 0.4 %.
+    lse in base 2, 0 for -inf; where it is that of hidden scores alone, `MARK` times their number: a float32 near a mask
+    value below -1e5 does not hold the logarithm of a number (at -1e5, to 0.4 %). delta = sum(dout * out) - dlse, which
+    the softmax subtracts from the gradients of a query's weights. And the query's number.
     """
-    found = jnp.where(lse == -jnp.inf, 0, lse * LOG2_E)
-    if extras.mask is None or not -math.inf < problem.hidden < _FAR:
-        return found
-    count = problem.masking.keys - jnp.sum(lax.population_count(extras.mask), axis=3, dtype=jnp.uint32).astype(
-        jnp.float32
-    )
-    highest = (1 - 1e-6) * problem.hidden / LOG2_E + math.log(problem.masking.keys)
-    return jnp.where(lse <= highest, MARK * count, found)
+    base_2 = jnp.where(lse == -jnp.inf, 0, lse * LOG2_E)
+    if extras.mask is not None and -math.inf < problem.hidden < _FAR:
+        seen = jnp.sum(lax.population_count(extras.mask), axis=3, dtype=jnp.uint32).astype(jnp.float32)
+        highest = (1 - 1e-6) * problem.hidden / LOG2_E + math.log(problem.masking.keys)
+        base_2 = jnp.where(lse <= highest, MARK * (problem.masking.keys - seen), base_2)
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    # Fused with the transposition, XLA's reduction takes five times as long.
+    delta = lax.optimization_barrier(delta).transpose(0, 2, 1)
+    if dlse is not None:
+        delta = delta - jnp.where(lse == -jnp.inf, 0, dlse)
+    places = jnp.broadcast_to(jnp.arange(lse.shape[2], dtype=jnp.float32), lse.shape)
+    stacked = jnp.stack([base_2, delta, places], axis=2)
+    return jnp.pad(stacked, ((0, 0), (0, 0), (0, 0), (0, -stacked.shape[3] % TILE)))
 
 
 def _with_whole_tiles(problem: Problem, columns: int) -> Problem:
@@ -113,7 +125,8 @@ def _with_whole_tiles(problem: Problem, columns: int) -> Problem:
     """
     masking = problem.masking
     whole = replace(masking, keys=pl.cdiv(masking.keys, columns) * columns)
-    return replace(problem, masking=whole, bounds_weights=masking.right is None and whole != masking)
+    bounds_weights = masking.right is None and whole != masking
+    return replace(problem, masking=whole, clips=problem.in_panels, bounds_weights=bounds_weights)
 
 
 def _extras(
@@ -126,8 +139,8 @@ def _extras(
     by_queries = extras.padded(TILE, TILE)
     by_keys = {name: array.swapaxes(2, 3) if array.ndim == 4 else array for name, array in by_queries.items()}
     by_queries["places"] = jnp.asarray(places)
-    if extras.query_segments is not None and extras.key_segments is not None:
-        segments = extras.query_segments, extras.key_segments
-        by_keys["tiles"] = segment_query_tiles(masking, *segments, by_key.rows, by_key.columns)
-        by_queries["tiles"] = segment_key_tiles(masking, *segments, by_query.rows, by_query.columns)
+    if extras.segments is not None:
+        own, other = extras.segments
+        by_keys["tiles"] = segment_tiles(masking.query_tiles, other, own, by_key.columns, by_key.rows)
+        by_queries["tiles"] = segment_tiles(masking.key_tiles, own, other, by_query.rows, by_query.columns)
     return by_keys, by_queries

@@ -28,11 +28,18 @@ from jax import lax
 from pallas_kernels.ops.attention.backward import shares
 from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, WARPGROUPS, KeysConfig, columns_at_once
 from pallas_kernels.ops.attention.backward.keys_launch import Block, Launch
-from pallas_kernels.ops.attention.backward.tiles import Inputs, Lane, Tile, added, counted, kept_scale, not_invariant
-from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, block_kernel, run_roles
+from pallas_kernels.ops.attention.backward.tiles import Inputs, Tile, added, counted
+from pallas_kernels.ops.attention.launch import (
+    MORE_FOR_PRODUCER,
+    REGISTERS,
+    Lane,
+    block_kernel,
+    not_invariant,
+    run_roles,
+)
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.barriers import drain
-from pallas_kernels.primitives.row_tiles import TileForm, multiply_across, multiply_down
+from pallas_kernels.primitives.row_tiles import multiply_across, multiply_down
 
 Gradients = tuple[jax.Array, ...]
 
@@ -81,6 +88,7 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
     """Computes and stores dkey, dvalue or both of a warpgroup's 64 keys, and its half of the block's shares."""
     launch, scratch, inputs = block.launch, block.scratch, block.inputs
     problem, config = launch.problem, launch.config
+    form, value_form = problem.forms
     plgpu.barrier_wait(scratch.held)
 
     def first() -> Any:
@@ -140,19 +148,19 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
                 places=places,
                 segments=None if segments is None else (segments, scratch.query_segments.at[stage]),
             )
-            scores = plgpu.wgmma_accumulator_load(s, wait_n=0 if dp is None else launch.value_form.copies)
+            scores = plgpu.wgmma_accumulator_load(s, wait_n=0 if dp is None else value_form.copies)
             if overlaps and i == 0:
                 # The last step's product for dkey is done, too.
                 pl.when(n > 0)(lambda: release_before(n))
-            lse = plgpu.load(scratch.rows.at[stage, 0, rows], layout=tile.row_layout())
+            lse = plgpu.load(scratch.rows.at[stage, 0, rows], layout=plgpu.Layout.WGMMA.reduce(0))
             weights, slope = tile.weights(scores, lse, is_masked=is_masked)
             weights = tile.marked(weights)
             if dv is not None:
                 multiply_down(dv, tile.dropped(weights).astype(problem.dtype), dout)
             if dp is None:
                 return None
-            dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0 if dv is None else launch.value_form.copies)
-            delta = plgpu.load(scratch.rows.at[stage, 1, rows], layout=tile.row_layout())
+            dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0 if dv is None else value_form.copies)
+            delta = plgpu.load(scratch.rows.at[stage, 1, rows], layout=plgpu.Layout.WGMMA.reduce(0))
             dscores = tile.score_gradients(weights, dweights, delta)
             narrow = (dscores if slope is None else dscores * slope).astype(problem.dtype)
             if both_ds is not None:
@@ -182,7 +190,7 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
             shares.multiply(block, warpgroup, both_ds, pl.ds(again, config.columns), dq)
             multiply_dkey()
             # The producer gets the share while these products are under way.
-            values = launch.own_columns(plgpu.wgmma_accumulator_load(dq, wait_n=parts * launch.form.copies), warpgroup)
+            values = launch.own_columns(plgpu.wgmma_accumulator_load(dq, wait_n=parts * form.copies), warpgroup)
             shares.give(block, warpgroup, n, values, query_tile, is_masked=is_masked)
             end()
 
@@ -216,7 +224,7 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
     if has_dkey:
         stored.append((scratch.k.at(rows=own), results[0], problem.scale, block.outputs.dkey))
     if has_dvalue:
-        stored.append((scratch.v.at(rows=own), results[-1], kept_scale(problem), block.outputs.dvalue))
+        stored.append((scratch.v.at(rows=own), results[-1], problem.kept_scale, block.outputs.dvalue))
     for tile, values, scale, _ in stored:
         tile.store(values * scale, width=columns_at_once(tile.form.size))
     plgpu.commit_smem()
@@ -227,9 +235,7 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def key_gradients(
-    inputs: Inputs, *, problem: Problem, forms: tuple[TileForm, TileForm], config: KeysConfig
-) -> Gradients:
+def key_gradients(inputs: Inputs, *, problem: Problem, config: KeysConfig) -> Gradients:
     """Returns (dkey, dvalue), like key and value; with `adds_dquery` (dquery, dkey, dvalue).
 
     A launch needs memory for `parts` copies of dkey and dvalue if there are several; with `adds_dquery` also for a
@@ -239,14 +245,13 @@ def key_gradients(
     Args:
         inputs: with bias and masks, if any, as (..., keys, queries). With `adds_dquery` there are no extras.
         problem: with `adds_dquery`, one with whole key tiles.
-        forms: the layouts of tiles of query and key, and of value and dout, in shared memory.
     """
     if not config.adds_dquery:
-        return _launched(problem, inputs, forms, config)
+        return _launched(inputs, problem, config)
 
     @jax.custom_batching.custom_vmap
     def compute(inputs):
-        return _launched(problem, inputs, forms, config)
+        return _launched(inputs, problem, config)
 
     @compute.def_vmap
     def _mapped(count, is_mapped, inputs):
@@ -255,15 +260,14 @@ def key_gradients(
             return whole.reshape(-1, *whole.shape[2:])
 
         batch, inputs = problem.batch, jax.tree.map(flat, inputs, is_mapped[0])
-        results = key_gradients(inputs, problem=replace(problem, batch=count * batch), forms=forms, config=config)
+        results = key_gradients(inputs, problem=replace(problem, batch=count * batch), config=config)
         return tuple(array.reshape(count, batch, *array.shape[1:]) for array in results), (True, True, True)
 
     return compute(inputs)
 
 
-def _launched(problem: Problem, inputs: Inputs, forms: tuple[TileForm, TileForm], config: KeysConfig) -> Gradients:
-    problem = replace(problem, key_heads=problem.key_heads * config.parts)
-    launch = Launch(problem=problem, form=forms[0], value_form=forms[1], config=config)
+def _launched(inputs: Inputs, problem: Problem, config: KeysConfig) -> Gradients:
+    launch = Launch(problem=replace(problem, key_heads=problem.key_heads * config.parts), config=config)
 
     def attention_backward_keys(inputs, *others):
         *results, scratch = others
@@ -294,7 +298,7 @@ def _launched(problem: Problem, inputs: Inputs, forms: tuple[TileForm, TileForm]
             consumers_first=launch.warps_apart,
         )
 
-    is_short = launch.adds and problem.masking.is_causal and problem.head_size < 128 and launch.form.in_panels
+    is_short = launch.adds and problem.masking.is_causal and problem.head_size < 128 and problem.in_panels
     if launch.adds:
         attention_backward_keys.__name__ = "attention_backward_fused"
     kernel = block_kernel(

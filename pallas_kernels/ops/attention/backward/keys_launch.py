@@ -13,13 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import WARPGROUPS, KeysConfig
-from pallas_kernels.ops.attention.backward.tiles import (
-    Inputs,
-    Lane,
-    Visits,
-    block_place,
-    segment_tiles,
-)
+from pallas_kernels.ops.attention.backward.tiles import Inputs, block_place
+from pallas_kernels.ops.attention.launch import Lane
+from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.row_tiles import RowTiles, TileForm, shared
 
@@ -36,8 +32,8 @@ class Scratch(NamedTuple):
     """A block's shared memory and barriers; None for one that the launch does not have.
 
     k, v: the key tile and its values, in the end dkey and dvalue. q, do, rows, query_segments: a ring of query tiles,
-    with dout, `rows_of` and segments. held: keys and values have arrived. full, empty: a stage of the ring has arrived,
-    or is free. met: both warpgroups are there.
+    with dout, `gradients.rows_of` and segments. held: keys and values have arrived. full, empty: a stage of the ring
+    has arrived, or is free. met: both warpgroups are there.
 
     Of shares of dquery: ds: the score gradients of a step. share: the shares; dquery: in the same place, dquery itself.
     share_full, share_empty: a share is there, or added. sum_full: the sum of the other blocks' shares has arrived.
@@ -74,13 +70,10 @@ def has_warps_apart(problem: Problem) -> bool:
 class Launch:
     """Static facts of a launch.
 
-    problem: with the parts of a group's heads, which blocks share, as so many key heads. form, value_form: the layouts
-    of tiles of query and key, and of value and dout.
+    problem: with the parts of a group's heads, which blocks share, as so many key heads.
     """
 
     problem: Problem
-    form: TileForm
-    value_form: TileForm
     config: KeysConfig
 
     @property
@@ -130,7 +123,7 @@ class Launch:
 
     @property
     def lines(self) -> int:
-        """Lines of `rows_of` in shared memory: with 128 queries a step, their numbers have no room."""
+        """Lines of `gradients.rows_of` in shared memory: with 128 queries a step, their numbers have no room."""
         return 2 if self.splits_rows else 3
 
     @property
@@ -182,15 +175,15 @@ class Launch:
 
     def scratch_types(self) -> Scratch:
         """The types of a block's scratch."""
-        config, form, value_form, barrier = self.config, self.form, self.value_form, plgpu.Barrier
+        config, (form, value_form), barrier = self.config, self.problem.forms, plgpu.Barrier
         stages, has_segments = config.stages, self.problem.masking.has_segments
         scratch = Scratch(
             k=form.scratch(config.columns),
             v=value_form.scratch(config.columns),
-            q=form.scratch(stages, self.config.rows),
-            do=value_form.scratch(stages, self.config.rows),
-            rows=plgpu.SMEM((stages, self.lines, self.config.rows), jnp.float32),
-            query_segments=plgpu.SMEM((stages, self.config.rows), jnp.int32) if has_segments else None,
+            q=form.scratch(stages, config.rows),
+            do=value_form.scratch(stages, config.rows),
+            rows=plgpu.SMEM((stages, self.lines, config.rows), jnp.float32),
+            query_segments=plgpu.SMEM((stages, config.rows), jnp.int32) if has_segments else None,
             held=barrier(num_arrivals=form.copies + value_form.copies),
             full=barrier(num_arrivals=1 + form.copies + value_form.copies + has_segments, num_barriers=stages),
             empty=barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
@@ -242,7 +235,7 @@ class Block:
     lane: Lane
     first_head: Any
     first_key: Any
-    visits: Visits
+    visits: TileRange
     first_steps: Any
     steps: Any
     turns: Any
@@ -253,10 +246,9 @@ class Block:
         problem, config = launch.problem, launch.config
         sums, dquery, *gradients = results if launch.adds else (None, None, *results)
         outputs = Outputs(sums, dquery, *(gradients if config.parts == 1 else (gradients[0].at[i] for i in (0, 1))))
-        scratch = scratch._replace(
-            **{name: launch.form.tiles(getattr(scratch, name)) for name in ("k", "q")},
-            **{name: launch.value_form.tiles(getattr(scratch, name)) for name in ("v", "do")},
-        )
+        form, value_form = problem.forms
+        tiles = {"k": form, "q": form, "v": value_form, "do": value_form}
+        scratch = scratch._replace(**{name: own.tiles(getattr(scratch, name)) for name, own in tiles.items()})
         turns = None
         if launch.adds:
             share, dquery = scratch.share
@@ -271,8 +263,10 @@ class Block:
         if launch.warps_apart:
             tile, lane = lax.optimization_barrier((tile, lane))
         first_key = tile * config.columns
-        tiles = segment_tiles(inputs.extras, lane.batch, tile)
-        visits = Visits(tiles=tiles or problem.masking.query_tiles(first_key, config.columns, config.rows))
+        if problem.masking.has_segments:
+            visits = TileRange.of(inputs.extras["tiles"], lane.batch, tile)
+        else:
+            visits = problem.masking.query_tiles(first_key, config.columns, config.rows)
         first_head = lane.head * problem.group
         first_steps = problem.group * (visits.full if launch.adds else visits.masked)
         steps = problem.group * visits.full + problem.group * visits.masked

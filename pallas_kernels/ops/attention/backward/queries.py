@@ -21,17 +21,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import WARPGROUP_ROWS, QueriesConfig, columns_at_once
-from pallas_kernels.ops.attention.backward.tiles import (
-    Inputs,
+from pallas_kernels.ops.attention.backward.tiles import Inputs, Tile, block_place, counted
+from pallas_kernels.ops.attention.launch import (
+    MORE_FOR_PRODUCER,
+    REGISTERS,
     Lane,
-    Tile,
-    Visits,
-    block_place,
-    counted,
+    block_kernel,
     not_invariant,
-    segment_tiles,
+    run_roles,
 )
-from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS, block_kernel, run_roles
+from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives import compat
 from pallas_kernels.primitives.barriers import drain
@@ -99,7 +98,7 @@ class _Block:
     lane: Lane
     key_head: Any
     first_query: Any
-    visits: Visits
+    visits: TileRange
 
     @classmethod
     def of(
@@ -117,11 +116,13 @@ class _Block:
         lane = Lane.of(lane, problem.heads)
         key_head = lax.div(lane.head, problem.group)
         first_query = tile_index * config.rows
-        tiles = segment_tiles(inputs.extras, lane.batch, tile_index)
-        tiles = tiles or masking.key_tiles(first_query, config.rows, config.columns)
+        if masking.has_segments:
+            visits = TileRange.of(inputs.extras["tiles"], lane.batch, tile_index)
+        else:
+            visits = masking.key_tiles(first_query, config.rows, config.columns)
         if problem.has_bias:  # its gradient has all scores'
-            tiles = tiles._replace(first=0, last=pl.cdiv(masking.keys, config.columns))
-        return cls(problem, config, inputs, outputs, scratch, lane, key_head, first_query, Visits(tiles=tiles))
+            visits = visits._replace(first=0, last=pl.cdiv(masking.keys, config.columns))
+        return cls(problem, config, inputs, outputs, scratch, lane, key_head, first_query, visits)
 
     def slot(self, n: Any) -> Any:
         """The slot in its ring of the n-th tile, of keys and values in turns; one ring may have an odd number."""

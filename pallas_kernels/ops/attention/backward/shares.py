@@ -118,7 +118,7 @@ def _send(part: RowTiles, place: Any) -> None:
 
 def multiply(block: Block, warpgroup: Any, both_ds: Any, keys: Any, dq: Any) -> None:
     """Starts a warpgroup's half of a share: score gradients, of both warpgroups, by the block's keys."""
-    launch, form, tile = block.launch, block.launch.form, block.scratch.k.at(rows=keys)
+    launch, (form, _), tile = block.launch, block.launch.problem.forms, block.scratch.k.at(rows=keys)
     own_ds = both_ds.at[:, pl.ds(warpgroup * PART, PART)] if launch.splits_rows else both_ds
     overlap = WARPGROUPS * (PART - launch.width)  # columns that both warpgroups compute
     if not form.in_panels:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ops.attention.dense import load_bias, load_bits
 from pallas_kernels.ops.attention.launch import hidden
-from pallas_kernels.ops.attention.masking import TileRange
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.ops.attention.scores import capped
+from pallas_kernels.ops.attention.scores import bounded
 from pallas_kernels.primitives.exponents import LOG2_E, LOWEST_SCORE
 from pallas_kernels.primitives.platform import target_device
 
@@ -25,8 +23,8 @@ from pallas_kernels.primitives.platform import target_device
 class Inputs(NamedTuple):
     """A kernel's arguments: arrays at the call, references in the kernel.
 
-    query, key, value, dout: like `attention`'s. rows: see `rows_of`. extras: further arrays by name, where the problem
-    has them: "bias", "mask", "kept", "query_segments" and "key_segments" (padded to whole tiles), "tiles" (with
+    query, key, value, dout: like `attention`'s. rows: `gradients.rows_of`. extras: further arrays by name, where the
+    problem has them: "bias", "mask", "kept", "query_segments" and "key_segments" (padded to whole tiles), "tiles" (with
     segments: (batch, tiles, 4), the `TileRange` of each tile), and "places", the numbers of the keys (padded, int32).
     """
 
@@ -36,22 +34,6 @@ class Inputs(NamedTuple):
     dout: Any
     rows: Any
     extras: Mapping[str, Any]
-
-
-class Lane(NamedTuple):
-    """A head of a batch entry. Its blocks read the same arrays."""
-
-    batch: Any
-    head: Any
-
-    @classmethod
-    def of(cls, number: jax.Array, heads: int) -> Lane:
-        """The lane with this number, of batch entries with so many heads."""
-        return cls(lax.div(number, heads), lax.rem(number, heads))
-
-    def rows(self, first: Any, count: int) -> tuple[Any, ...]:
-        """The place of some of the head's rows in an array."""
-        return self.batch, pl.ds(first, count), self.head
 
 
 def added(parts: jax.Array) -> jax.Array:
@@ -87,9 +69,9 @@ class Tile:
     head: Any
     row: Any
     column: Any
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    places: Any = None
-    segments: tuple[Any, Any] | None = None
+    extras: Mapping[str, Any]
+    places: Any
+    segments: tuple[Any, Any] | None
 
     def weights(self, products: jax.Array, lse: jax.Array, *, is_masked: bool) -> tuple[jax.Array, jax.Array | None]:
         """Returns exp(score - lse), and the derivative of the scores by the products where softcap makes it vary.
@@ -101,9 +83,10 @@ class Tile:
         if problem.softcap is None:
             scores = products * (problem.scale * LOG2_E)
         else:
-            scores, bounded = capped(products, problem.scale, problem.softcap)
+            shares = bounded(products, problem.scale, problem.softcap)
+            scores = shares * (problem.softcap * LOG2_E)
             # Between 0 and 1, and in 16 bits for want of registers.
-            slope = (1 - bounded * bounded).astype(jnp.float16)
+            slope = (1 - shares * shares).astype(jnp.float16)
         seen = self._seen() if is_masked else None
         if problem.has_bias:
             scores = scores + load_bias(self.extras["bias"], *self._place).astype(jnp.float32) * LOG2_E
@@ -128,17 +111,17 @@ class Tile:
         return weights * jnp.where(self._bits("kept"), 0.5, -0.5)
 
     def dropped(self, marked: jax.Array) -> jax.Array:
-        """The weights after dropout, without its factor `kept_scale`, of `marked` ones.
+        """The weights after dropout, without its factor `Problem.kept_scale`, of `marked` ones.
 
         By addition, which runs at twice the rate of a maximum.
         """
         return marked + jnp.abs(marked) if self.problem.dropout_rate else marked
 
     def score_gradients(self, marked: jax.Array, dweights: jax.Array, delta: jax.Array) -> jax.Array:
-        """The gradients of the scores after softcap and bias; delta: see `rows_of`."""
+        """The gradients of the scores after softcap and bias; delta: see `gradients.rows_of`."""
         if self.problem.dropout_rate:
             # The dweights of dropped weights cancel, without a comparison or another mask in registers.
-            dweights = dweights * kept_scale(self.problem)
+            dweights = dweights * self.problem.kept_scale
             found = jnp.abs(marked) * (dweights - self._along_queries(2 * delta)) + marked * dweights
         else:
             found = marked * (dweights - self._along_queries(delta))
@@ -153,102 +136,33 @@ class Tile:
     def _bits(self, name: str) -> jax.Array:
         return load_bits(self.extras[name], *self._place, self.query_axis)
 
-    def row_layout(self) -> Any:
-        """The layout of a vector with one value a query."""
-        return plgpu.Layout.WGMMA.reduce(1 - self.query_axis)
-
     def _along_queries(self, vector: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(vector, self.shape, (self.query_axis,))
 
-    def _places(self, begin: Any = 0) -> tuple[jax.Array, jax.Array]:
-        """The numbers of each element's query and key, less `begin`."""
-        starts = (self.column, self.row) if self.query_axis else (self.row, self.column)
-        first, second = (
-            plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=plgpu.Layout.WGMMA) + (start - begin)
-            for axis, start in enumerate(starts)
-        )
-        if self.places is not None:
-            numbers = plgpu.load(self.places, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            second = lax.broadcast_in_dim(numbers.astype(jnp.int32) - begin, self.shape, (1,))
-        return (second, first) if self.query_axis else (first, second)
-
     def _seen(self) -> jax.Array:
-        segments = []
+        layout, segments = plgpu.Layout.WGMMA, []
         if self.segments is not None:
             first, second = self.segments
-            second = plgpu.load(second, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            second = plgpu.load(second, layout=layout.reduce(0), optimized=False)
             both = [lax.broadcast_in_dim(vector, self.shape, (axis,)) for axis, vector in enumerate((first, second))]
             segments = both[::-1] if self.query_axis else both
         masking = self.problem.masking
         # Counted from where axis 0 begins, a thread's few numbers along that axis are the same in every step.
         begin = self.column if self.query_axis else self.row
-        row, column = self._places(begin)
+        first = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=layout)
+        second = plgpu.load(self.places, layout=layout.reduce(0), optimized=False).astype(jnp.int32) - begin
+        second = lax.broadcast_in_dim(second, self.shape, (1,))
+        row, column = (second, first) if self.query_axis else (first, second)
         is_ragged = masking.keys % _LONGEST_TILE > 0
         if is_ragged:
             masking = replace(masking, keys=masking.keys - begin)
         return masking.visible(row, column, *segments, tile=0 if is_ragged else _LONGEST_TILE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Visits:
-    """The order in which a block visits tiles: first the masked ones on both sides, then the full ones."""
-
-    tiles: TileRange
-
-    @property
-    def before(self) -> Any:
-        """The number of masked tiles before the full ones."""
-        return self.tiles.full_first - self.tiles.first
-
-    @property
-    def masked(self) -> Any:
-        """The number of masked tiles."""
-        return self.before + self.tiles.last - self.tiles.full_last
-
-    @property
-    def full(self) -> Any:
-        """The number of full tiles."""
-        return self.tiles.full_last - self.tiles.full_first
-
-    @property
-    def has_masked(self) -> bool:
-        """Whether there may be masked tiles."""
-        return not isinstance(self.masked, int) or self.masked > 0
-
-    def masked_tile(self, i: Any) -> Any:
-        """The i-th masked tile."""
-        return jnp.where(i < self.before, self.tiles.first + i, self.tiles.full_last + i - self.before)
-
-    def full_tile(self, i: Any) -> Any:
-        """The i-th full tile."""
-        return self.tiles.full_first + i
-
-
-def segment_tiles(extras: Mapping[str, Any], batch: Any, tile: Any) -> TileRange | None:
-    """The tiles that a block visits because of segments; None where there are none."""
-    if "tiles" not in extras:
-        return None
-    return TileRange(*(extras["tiles"][batch, tile, i] for i in range(4)))
-
-
 def counted(problem: Problem, steps: Any) -> Any:
     """A loop's end: `hidden`, but where a mask has a value, and its second reading takes the registers for that."""
     is_tight = problem.mask_value is not None and not problem.in_panels and problem.head_size <= 128
     return steps if is_tight else hidden(steps)
-
-
-def kept_scale(problem: Problem) -> float:
-    """The factor by which dropout scales the weights that it keeps."""
-    return 1 / (1 - problem.dropout_rate)
-
-
-def not_invariant(step: Any) -> jax.Array:
-    """Zero (there are fewer than 2**30 steps), which the compiler takes for a value that changes in each step.
-
-    Added to the place of an operand that does not move, it keeps the compiler from computing all its descriptors before
-    the loop and holding them in registers: 25 too many with a head size of 256.
-    """
-    return lax.shift_right_logical(step, 30)
 
 
 def block_place(block: Any, *, tiles: int, lanes: int, waves: int = 2) -> tuple[Any, Any]:
@@ -273,21 +187,3 @@ def block_place(block: Any, *, tiles: int, lanes: int, waves: int = 2) -> tuple[
 
 MARK = 2.0**100
 """Times a number, what stands for the log-sum-exp of so many hidden scores and no others: far above all others."""
-
-
-def rows_of(
-    base_2: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, rows: int
-) -> jax.Array:
-    """Three numbers a query, (batch, heads, 3, queries padded with zeros to a multiple of `rows`), float32.
-
-    base_2, lse in base 2; delta = sum(dout * out) - dlse, which the softmax subtracts from the
-    gradients of a query's weights; and the query's number.
-    """
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-    # Fused with the transposition, XLA's reduction takes five times as long.
-    delta = lax.optimization_barrier(delta).transpose(0, 2, 1)
-    if dlse is not None:
-        delta = delta - jnp.where(lse == -jnp.inf, 0, dlse)
-    places = jnp.broadcast_to(jnp.arange(lse.shape[2], dtype=jnp.float32), lse.shape)
-    stacked = jnp.stack([base_2, delta, places], axis=2)
-    return jnp.pad(stacked, ((0, 0), (0, 0), (0, 0), (0, -stacked.shape[3] % rows)))

@@ -7,6 +7,7 @@ from functools import partial
 
 from pallas_kernels import tuning
 from pallas_kernels.ops.attention.cost import cheapest, launch_cost
+from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.platform import target_device
 
@@ -39,7 +40,7 @@ class ForwardConfig:
     own_output: the output has its own shared memory, so that the next queries need not wait for it to be stored.
     output_parts: parts of the output's columns, stored one after the other through the same shared memory: large heads
         leave no room for all.
-    memory_registers, compute_registers: of a thread of the producer and of a consumer.
+    registers: of a thread of the producer and of a consumer.
     """
 
     warpgroups: int = 2
@@ -49,8 +50,7 @@ class ForwardConfig:
     is_persistent: bool = True
     own_output: bool = True
     output_parts: int = 1
-    memory_registers: int = 40
-    compute_registers: int = 232
+    registers: tuple[int, int] = MORE_FOR_PRODUCER
 
     @property
     def rows(self) -> int:
@@ -83,13 +83,12 @@ def _alternatives(problem: Problem, usual: ForwardConfig) -> dict[str, ForwardCo
     fills_one_round = problem.batch * problem.heads * -(-masking.queries // ROWS) <= target_device().core_count
     if fills_one_round or (masking.is_causal and size <= 128):
         # A consumer has more registers than each of two.
-        one = replace(usual, warpgroups=1, ping_pong=False, memory_registers=40, compute_registers=240)
+        one = replace(usual, warpgroups=1, ping_pong=False, registers=(40, 240))
         found["one warpgroup"] = one if fills_one_round else replace(one, columns=64)
     is_whole = masking.keys % usual.columns == 0 if masking.right is None else masking.is_causal
     if size == 64 and usual.columns == 128 and masking.left is None and is_whole:
         # Queries in registers would spill 96 bytes (144 if no consumer skips tiles, see `Block.skips_tiles`).
-        registers = {"memory_registers": 32, "compute_registers": 160}
-        found["three warpgroups"] = replace(usual, warpgroups=3, queries_in_registers=False, **registers)
+        found["three warpgroups"] = replace(usual, warpgroups=3, queries_in_registers=False, registers=(32, 160))
     return found
 
 
@@ -106,8 +105,8 @@ def _of_two_warpgroups(problem: Problem) -> ForwardConfig:
     if is_large and size <= 192:
         return ForwardConfig(columns=64)
     if is_large:
-        large = ForwardConfig(columns=64, output_parts=2, memory_registers=24, compute_registers=240)
-        return replace(large, ping_pong=masking.keys < _KEYS_OF_TURNS)
+        takes_turns = masking.keys < _KEYS_OF_TURNS
+        return ForwardConfig(columns=64, output_parts=2, ping_pong=takes_turns, registers=REGISTERS)
     if features or (masking.has_band and not masking.is_causal):
         return ForwardConfig(queries_in_registers=bool(problem.dropout_rate))
     if masking.keys <= 64:

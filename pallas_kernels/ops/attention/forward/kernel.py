@@ -21,12 +21,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ops.attention.forward.block import Block, Consumer, load_operands
 from pallas_kernels.ops.attention.forward.config import ROWS, STAGES, ForwardConfig, tuned_forward
-from pallas_kernels.ops.attention.forward.consumer import Consumer
-from pallas_kernels.ops.attention.forward.producer import Block, load_operands
 from pallas_kernels.ops.attention.forward.schedule import Schedule
 from pallas_kernels.ops.attention.launch import block_kernel, run_roles
-from pallas_kernels.ops.attention.masking import segment_key_tiles
+from pallas_kernels.ops.attention.masking import segment_tiles
 from pallas_kernels.ops.attention.problem import Extras, Problem
 from pallas_kernels.primitives.platform import target_device, varying_like
 from pallas_kernels.primitives.row_tiles import TileForm
@@ -49,9 +48,8 @@ def attention_forward(
     arrays = extras.padded(config.rows, config.columns)
     if extras.sinks is not None:
         arrays["sinks"] = extras.sinks
-    if extras.query_segments is not None and extras.key_segments is not None:
-        segments = extras.query_segments, extras.key_segments
-        arrays["tiles"] = segment_key_tiles(problem.masking, *segments, config.rows, config.columns)
+    if extras.segments is not None:
+        arrays["tiles"] = segment_tiles(problem.masking.key_tiles, *extras.segments, config.rows, config.columns)
     blocks = target_device().core_count if config.is_persistent else None
     schedule = Schedule.of(problem, config.rows, config.columns, blocks)
     table = schedule.table
@@ -80,7 +78,7 @@ def attention_forward(
             config.warpgroups,
             lambda: load_operands(block, q_ref, k_ref, v_ref),
             lambda: consumer.run(results),
-            (config.memory_registers, config.compute_registers),
+            config.registers,
         )
 
     launch = block_kernel(

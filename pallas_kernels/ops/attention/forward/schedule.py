@@ -82,8 +82,9 @@ class Schedule:
 
     def place(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(head of all batch entries, tile) of a place in the order."""
-        section, rest = divmod_of(index, self.section * self.tiles)
-        tile, head = divmod_of(rest, self.section)
+        places = self.section * self.tiles
+        section, rest = lax.div(index, places), lax.rem(index, places)
+        tile, head = lax.div(rest, self.section), lax.rem(rest, self.section)
         if self.costs is not None:
             tile = self.tiles - 1 - tile
         return section * self.section + head, tile
@@ -113,14 +114,3 @@ class Schedule:
             return following, work(*self.place(index), i, carry)
 
         return lax.fori_loop(jnp.int32(0), count, listed, (table[block, 1], carry))[1]
-
-
-def rem_of(value: jax.Array, size: int) -> jax.Array:
-    """value % size, for value >= 0."""
-    return lax.rem(value, jnp.asarray(size, value.dtype))
-
-
-def divmod_of(value: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """divmod(value, size), for value >= 0."""
-    divisor = jnp.asarray(size, value.dtype)
-    return lax.div(value, divisor), lax.rem(value, divisor)
