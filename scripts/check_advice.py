@@ -1,7 +1,7 @@
 """Follows remedies on the programs of tests/programs, compiles them again, and prints the tables of docs/advice.md.
 
 python scripts/check_advice.py [PROGRAM ...]                 # needs the extra 'deviceless' and no GPU
-python scripts/check_advice.py [PROGRAM ...] --measure FILE  # times of those followed by hand, on a GPU
+python scripts/check_advice.py [PROGRAM ...] --measure FILE [--tried 4]  # times of those followed by hand, on a GPU
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +26,8 @@ from hlo_analysis.errors import CaptureError
 from hlo_analysis.records import MissedFusion, Trial
 from xlafuse import try_remedies
 from xlafuse.catalogue import KERNELS
+from xlafuse.fusion.program import FusedProgram
+from xlafuse.fusion.spellings import operations
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "tests" / "programs"
 
@@ -178,24 +180,50 @@ def measured_us(analysis: Analysis) -> float:
     return max(kernels, measured.wall_us if is_long or not kernels else 0.0)
 
 
-def measure(names: Sequence[str], output: Path) -> int:
+def measure(names: Sequence[str], output: Path, count: int) -> int:
     """Follows the remedies on the attached GPU and writes each one's times; returns how many failed."""
     lines: list[dict[str, Any]] = []
-    measured = functools.cache(functools.partial(compiled, measure=True))
-    for followed in FOLLOWED:
-        if followed.program not in names:
-            continue
-        line: dict[str, Any] = {"program": followed.program, "remedy": followed.remedy}
+
+    def add(program: str, remedy: str, found: Callable[[], Iterable[Analysis]]) -> None:
+        made: dict[str, Any] = {"program": program, "remedy": remedy}
         try:
-            both = measured(followed.program), measured(followed.program, followed)
-            line["estimated_us"] = [round(each.estimated_us, 1) for each in both]
-            line["measured_us"] = [round(measured_us(each), 1) for each in both]
+            both = list(found())
+            made["estimated_us"] = [round(each.estimated_us, 1) for each in both]
+            made["measured_us"] = [round(measured_us(each), 1) for each in both]
         except Exception as error:  # the others are worth having
-            line["error"] = f"{type(error).__name__}: {error}"[:300]
-        lines.append(line)
-        print(json.dumps(line), flush=True)
+            made["error"] = f"{type(error).__name__}: {error}"[:300]
+        lines.append(made)
+        print(json.dumps(made), flush=True)
         output.write_text(json.dumps({"lines": lines}, indent=1) + "\n", encoding="utf-8")
+
+    for name in names or sorted({each.program for each in FOLLOWED}):
+        both = functools.partial(map, functools.cache(functools.partial(compiled, name, measure=True)))
+        for followed in FOLLOWED:
+            if followed.program == name:
+                add(name, followed.remedy, functools.partial(both, (None, followed)))
+        if count:
+            measure_tried(name, count, add)
     return sum("error" in each for each in lines)
+
+
+def measure_tried(name: str, count: int, add: Callable[[str, str, Callable[[], Iterable[Analysis]]], None]) -> None:
+    """Measures the first remedies that are options of XLA or operations of `fuse`, each alone, in a program's loss."""
+    fn, shapes, mode = differentiated(name)
+
+    def made(fn: Callable[..., Any], options: Sequence[tuple[str, str]] = ()) -> Analysis:
+        captured = capture(fn, *shapes, target="attached", mode=mode, compiler_options=dict(options), measure=True)
+        return analyze(captured, label=name, catalogue=KERNELS)
+
+    before = made(fn)
+    changes: dict[str, Callable[[], Analysis]] = {}
+    for each in (*before.hotspots, *before.missed):
+        if each.options:
+            said = " ".join(f"{option}={value}" for option, value in each.options)
+            changes[said] = functools.partial(made, fn, each.options)
+        elif each.kernel in operations():
+            changes[each.kernel] = lambda kernel=each.kernel: made(FusedProgram(fn, ops=[kernel]).function)
+    for remedy in list(changes)[:count]:
+        add(name, remedy, lambda each=changes[remedy]: (before, each()))
 
 
 def line(program: str, trial: Trial, advised: Sequence[MissedFusion]) -> str:
@@ -243,11 +271,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", metavar="PROGRAM")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="follow by hand on the attached GPU")
+    parser.add_argument("--tried", type=int, default=0, metavar="N", help="then the first N others, one at a time")
     options = parser.parse_args()
-    names = options.programs or sorted(path.stem for path in PROGRAMS.glob("[!_]*.py"))
     if options.measure:
         os.environ["JAX_PLATFORMS"] = "cpu"  # tracing needs no GPU
-        return measure(names, options.measure)
+        return measure(options.programs, options.measure, options.tried)
+    names = options.programs or sorted(path.stem for path in PROGRAMS.glob("[!_]*.py"))
     head = "| program | best rank | remedy | estimated gain, µs | launches saved | MB saved | estimated µs saved |"
     print(f"{head}\n| --- | ---: | --- | ---: | ---: | ---: | ---: |")
     before = functools.cache(compiled)
