@@ -5,13 +5,14 @@ Weights are (features, outputs), as in `pallas_kernels.linear`; sums are float32
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from xlafuse.models.layers import layer_norm, rms_norm
+from pallas_kernels.ops.norms.reference import layer_norm_reference, rms_norm_reference
 
 ROWS = (1, 16, 512, 8192)
 """Tokens: decoding one sequence and sixteen, a short prompt, a training batch."""
@@ -32,6 +33,6 @@ def dot(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-rms = partial(rms_norm, epsilon=1e-6)
-layer = partial(layer_norm, epsilon=1e-5)
-"""Norms of each row, with a scale, and for `layer` a bias."""
+rms: Callable[..., jax.Array] = partial(rms_norm_reference, epsilon=1e-6)  # pyright: ignore[reportAssignmentType]
+layer: Callable[..., jax.Array] = partial(layer_norm_reference, epsilon=1e-5)  # pyright: ignore[reportAssignmentType]
+"""Norms of each row, with a scale, and for `layer` a bias. They return one array where no sum is asked for."""
