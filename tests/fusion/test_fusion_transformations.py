@@ -7,13 +7,17 @@ import inspect
 
 import flax.nnx as nnx
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.source_info_util import user_frames
 from rewriting import normal
 
+import hlo_analysis
 import xlafuse
+from hlo_analysis.capture.lowering import answers_of, mesh_of_one, under_mesh_of_one
+from hlo_analysis.targets import load_target
 from xlafuse.fusion import FuseWarning, search
 
 X, SCALE = normal((8, 64)), normal((64,), seed=1)
@@ -143,6 +147,18 @@ def test_the_function_is_traced_once_a_call():
     fused(X, SCALE)
     fused(X, SCALE)
     assert len(calls) == 1
+
+
+def test_an_exported_function_has_the_same_kernels():
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra 'deviceless'")
+    target = load_target("h200")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 1024), (1024, 2048), (1024, 2048))]
+    fused = jax.jit(xlafuse.fuse(lambda x, gate, up: jax.nn.silu(x @ gate) * (x @ up)))
+    with answers_of(target):
+        exported = under_mesh_of_one(mesh_of_one(target), lambda: jax.export.export(fused, platforms=["cuda"])(*shapes))
+    restored = jax.export.deserialize(exported.serialize())
+    launches = hlo_analysis.analyze(hlo_analysis.capture(restored.call, *shapes, target="h200")).launches
+    assert [each.kind for each in launches] == ["mosaic"]
 
 
 def test_calls_keep_the_line_of_the_program():
