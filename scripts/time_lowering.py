@@ -1,9 +1,9 @@
-"""Times tracing and lowering the gradient of a public model for an H200, as it is or after `fuse`.
+"""Times lowering a public model's gradient for an H200, as it is or after `fuse`, and again from an exported file.
 
     python scripts/time_lowering.py llama --layers 32 --checkouts FOLDER [--fuse]
 
-Prints CPU seconds, which of them are the search and the lowering of kernels, and how many kernels are lowered. See
-scripts/public_models for the packages and checkouts.
+Prints CPU seconds, which of them are the search and the lowering of kernels, how many kernels are lowered, and the
+seconds to read the lowered program and lower it again. See scripts/public_models for the packages and checkouts.
 """
 
 # pyright: reportMissingImports=false
@@ -21,13 +21,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "public_models"))
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu import lowering
 from programs import shapes_of
 from sources import MODELS
 
 import xlafuse
-from hlo_analysis.capture.lowering import lower
+from hlo_analysis.capture.lowering import answers_of, mesh_of_one, under_mesh_of_one
 from hlo_analysis.targets import load_target
 from xlafuse.fusion import cache
 
@@ -56,11 +57,17 @@ def main() -> None:
 
     cache.make_plan = timed("search", cache.make_plan)
     lowering.lower_unpipelined_jaxpr_to_module = timed("kernels", lowering.lower_unpipelined_jaxpr_to_module)
-    step = jax.value_and_grad(xlafuse.fuse(program.loss) if options.fuse else program.loss)
+    step = jax.jit(jax.value_and_grad(xlafuse.fuse(program.loss) if options.fuse else program.loss))
+    shapes, target = shapes_of(program, "gradient"), load_target("h200")
     started = time.thread_time()
-    lower(step, shapes_of(program, "gradient"), target=load_target("h200"))
+    with answers_of(target):
+        exported = under_mesh_of_one(mesh_of_one(target), lambda: jax.export.export(step, platforms=["cuda"])(*shapes))
     seconds, kernels = time.thread_time() - started, parts["kernels"]
     print(f"{seconds:.1f} s, search {sum(parts['search']):.1f}, {len(kernels)} kernels {sum(kernels):.1f}")
+    kept = exported.serialize()
+    started = time.thread_time()
+    jax.jit(jax.export.deserialize(kept).call).trace(*shapes).lower(lowering_platforms=("cuda",))
+    print(f"{time.thread_time() - started:.2f} s from {len(kept) / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":
