@@ -13,9 +13,7 @@ def test_an_array():
     assert shape.element_type == "bf16"
     assert shape.dimensions == (8, 4096)
     assert shape.dynamic == (False, False)
-    assert shape.layout == Layout(
-        minor_to_major=(1, 0), tiles=("8,128", "2,1"), memory_space=3, text="{1,0:T(8,128)(2,1)S(3)}"
-    )
+    assert shape.layout == Layout(minor_to_major=(1, 0), memory_space=3, text="{1,0:T(8,128)(2,1)S(3)}")
     assert (shape.element_count, shape.byte_size) == (32768, 65536)
     assert str(shape) == "bf16[8,4096]"
     assert shape.text == "bf16[8,4096]{1,0:T(8,128)(2,1)S(3)}"

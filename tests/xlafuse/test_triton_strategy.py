@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from xlafuse.bench.block import make_case
+from xlafuse.bench.block import case_maker
 from xlafuse.models import BlockConfig, block, block_function
 from xlafuse.numerics import check_plans
 from xlafuse.strategies import get_strategy
@@ -53,7 +53,7 @@ def calls(monkeypatch) -> list[str]:
 @pytest.mark.parametrize(("name", "config"), [("small", SMALL), ("gpt", GPT)])
 def test_each_site_is_the_block_s(name, config, calls):
     strategy = get_strategy("triton")
-    case = make_case(config, (2, 6), "forward", 0)
+    case = case_maker(config, (2, 6), "forward")(jax.random.key(0))
 
     def run(plan):
         function, _ = block_function(config, (2, 6), plan=plan)
