@@ -28,14 +28,17 @@ def test_twice_the_layers_take_twice_as_long(tmp_path: Path) -> None:
     assert len(analysis.launches) == 64 * LAUNCHES
     assert len(analysis.missed) >= 64
     assert len(analysis.decisions) >= 64 * LAUNCHES
-    # Of the processor's time, in turns, the least of each: what else runs on the machine can only add to it.
+    # Of the processor's time, in turns, the least of each, and more turns where they do not agree yet: what else runs on
+    # the machine can only add to it.
     taken: dict[int, list[float]] = {32: [], 64: []}
     gc.collect()
     gc.disable()
     try:
-        for _ in range(4):
+        for _ in range(16):
             for layers, capture in captures.items():
                 taken[layers].append(_seconds(capture))
+            if min(taken[64]) < 2.6 * min(taken[32]):
+                break
     finally:
         gc.enable()
     assert min(taken[64]) < 2.6 * min(taken[32]), taken
