@@ -28,8 +28,8 @@ def test_twice_the_layers_take_twice_as_long(tmp_path: Path) -> None:
     assert len(analysis.launches) == 64 * LAUNCHES
     assert len(analysis.missed) >= 64
     assert len(analysis.decisions) >= 64 * LAUNCHES
-    # Of the processor's time, in turns, the least of each, and more turns where they do not agree yet: what else runs on
-    # the machine can only add to it.
+    # Of the processor's time, in turns, the least of each, in more turns where these do not show it yet: what else runs
+    # on the machine can only add to it.
     taken: dict[int, list[float]] = {32: [], 64: []}
     gc.collect()
     gc.disable()
