@@ -53,7 +53,8 @@ smoke-jax%: $(DEV) build/jax%/.installed
 	PYTHONPATH=$(CURDIR)/build/jax$* $(PY) tests/kernels/smoke.py
 	PYTHONPATH=$(CURDIR)/build/jax$* $(PY) -m pytest -n 2 --dist worksteal tests/kernels/test_interpreter.py \
 	  tests/kernels/test_gemm.py::test_epilogue_order tests/kernels/test_rms_norm.py::test_only_the_sum_is_used \
-	  tests/capture/test_capture.py::test_every_artefact_is_there_and_is_what_it_says tests/capture/test_capture.py::test_resources_of_kernels
+	  tests/capture/test_capture.py::test_every_artefact_is_there_and_is_what_it_says \
+	  tests/capture/test_capture.py::test_resources_of_kernels
 	PYTHONPATH=$(CURDIR)/build/jax$* $(PY) -m xlafuse.cli report --block tiny --shape 1x128 --target h200 --try 0 -o build/jax$*-report
 
 lint: $(DEV)
