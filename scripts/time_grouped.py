@@ -47,7 +47,7 @@ ours = partial(grouped_linear, implementation="mosaic")
 
 
 def group_sizes(rows: int, groups: int) -> dict[str, list[jax.Array]]:
-    """Returns the groups' sizes by name: of few rows others in each turn, so that the L2 cache has no weights.
+    """Returns the groups' sizes by name; few rows take other groups in each call, so that the L2 cache has no weights.
 
     Drawn sizes are of a Dirichlet distribution, flat for up to 8 groups, else with parameter 2.
     """

@@ -137,7 +137,7 @@ def with_backward(
     backward: Callable[..., Any],
     saves: Callable[..., tuple[Any, ...]] = lambda *arrays: arrays,
 ) -> Callable[..., Any]:
-    """Returns `function` with the backward pass `backward`, which takes the saved arrays and the cotangents.
+    """Gives a function of arrays its own backward pass, `backward(*saved, cotangents)`.
 
     saves: returns what is saved of the arrays: some of them, or structures without any; by default all.
     """

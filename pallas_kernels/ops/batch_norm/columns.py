@@ -33,7 +33,7 @@ from pallas_kernels.primitives.settings import named_kernel
 WARPGROUPS = 8
 """Warpgroups of a block, which divide the groups of its 128 columns among them."""
 _TERMS = 2
-"""The most terms of a pass."""
+"""The most column sums that a pass over the rows adds up."""
 _AT_ONCE = 3
 """Groups that a warpgroup reads at once."""
 _HUGE = 1e30

@@ -133,8 +133,7 @@ def is_preferred_with_squares(rows: int, outputs: int, features: int) -> bool:
     """Whether `linear_residual_norm`'s kernel is faster than XLA, as measured or estimated.
 
     On an H200, 14336 features and 4096 outputs: 1.01 times as fast as XLA at 8192 rows, 1.02 at 512, 1.09 and 1.1 at 1
-    and 16. 4096 features and outputs, by a script that is not kept: 0.93 times at 3 rows, 0.95 at 20, 1.09 at 41, 1.26
-    at 61.
+    and 16.
     """
     if rows <= MOST_SQUARED_FEW_ROWS:
         return outputs >= FEWEST_SQUARED_OUTPUTS and features >= FEWEST_SQUARED_FEATURES

@@ -56,7 +56,7 @@ _LINE_BITS = 1024
 _WORTH = 0.7
 """The share of the multiprocessors that reads memory at its full rate."""
 _NEARLY = 0.45
-"""The share of the multiprocessors that is enough for a norm in the launch."""
+"""The least share of the multiprocessors with which a product computes its norm by `_NORMED`."""
 _MOST_STAGES = 64
 _NORMED = FewRowsConfig(columns=GROUP, depth=256, stages=4, fuses_norm=True, in_flight=1)
 _NORMED_WIDE = FewRowsConfig(columns=2 * GROUP, warpgroups=2, stages=_MOST_STAGES, fuses_norm=True, in_flight=1)

@@ -1,4 +1,4 @@
-"""Checks which operands the products support, and pads arrays to fit."""
+"""Says why a product cannot take its operands, and pads those that it can."""
 
 from __future__ import annotations
 
