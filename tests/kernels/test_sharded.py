@@ -319,8 +319,8 @@ def test_scanned_layers_with_remat_and_vmap(cpus, seed):
     shardings = NamedSharding(cpus, P("d", "t")), NamedSharding(cpus, P())
     found, count = run_in_parts(run, (x, scales), shardings)
     assert count >= 2
-    for own, other in zip(found, run(x, scales), strict=True):
-        np.testing.assert_allclose(own, other, rtol=2e-5, atol=2e-5)
+    for own, other in zip(found, run(x, scales), strict=True):  # an element of XLA's own can be 4e-5 off
+        assert np.linalg.norm(own - other) < 1e-5 * np.linalg.norm(other)
 
 
 def test_calls_with_other_options_are_other_programs_to_a_compile_cache(cpus):
