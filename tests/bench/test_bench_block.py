@@ -76,6 +76,26 @@ def test_what_cannot_run_here_is_unsupported_and_a_wrong_one_failed(monkeypatch)
     assert "output 0 is off by 0.20" in wrong.message
 
 
+@pytest.mark.usefixtures("invented_times")
+def test_others_are_timed_where_xla_runs_out_of_memory(monkeypatch):
+    right = block.program
+
+    def program(strategy, *rest):
+        if strategy.name == "xla":
+            raise MemoryError("out of memory")
+        return right(strategy, *rest)
+
+    monkeypatch.setattr(block, "program", program)
+    settings = dataclasses.replace(SETTINGS, strategies=("xla_cublas", "pallas"))
+    (result,) = bench_block("grad 1x4", settings)
+    assert [c.name for c in result.candidates] == ["xla_cublas"]
+    assert [problem.candidate for problem in result.problems] == ["xla", "pallas"]
+    without = Results(runs=(Run(started="", environment=environment(), settings=settings, shapes=(result,)),))
+    assert "tiny" in summary(without)[0]
+    failed = dataclasses.replace(result, candidates=())
+    assert summary(Results(runs=(dataclasses.replace(without.runs[0], shapes=(failed,)),)))
+
+
 def test_fused_is_the_rewritten_program():
     target = load_target("h200")
     config, shape = get_preset("llama3-8b"), (1, 512)

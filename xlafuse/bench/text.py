@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from pallas_kernels import REGISTRY
 from xlafuse.bench.block_tables import activity_words, block_overview, model_table
 from xlafuse.bench.choice import default, is_behind, is_measured, ratio
 from xlafuse.bench.results import Measured, Results, ShapeResult, geometric_mean, short_spec
@@ -58,7 +59,7 @@ def summary(results: Results) -> list[str]:
     """Formats the means or the table of a benchmark's results, and lists what was left out."""
     if any(default(shape) for shape in results.shapes):
         lines = choice_summary(results)
-    elif not any(shape.of_kind("strategy") for shape in results.shapes):
+    elif all(shape.op in REGISTRY for shape in results.shapes):
         lines = [overview(results)]
     else:
         lines = [(block_overview if all(shape.op in PRESETS for shape in results.shapes) else model_table)(results)]
