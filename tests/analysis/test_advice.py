@@ -91,7 +91,7 @@ def of_program(corpus: dict[str, Capture]) -> Callable[[str], Analysis]:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(1 / 4)
+@pytest.mark.drawn(1 / 8)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_more_is_at_stake_than_a_program_takes(of_program: Callable[[str], Analysis], name: str) -> None:
     analysis = of_program(name)

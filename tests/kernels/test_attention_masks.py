@@ -101,6 +101,7 @@ def compared(name, seed, dtype):
     return testing.error_reports(got, baseline, exact, ErrorBound(least_error=2.0**-18))
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_mean_what_programs_do(name, seed):
@@ -108,6 +109,7 @@ def test_kernels_mean_what_programs_do(name, seed):
     testing.assert_draws_within(partial(compared, name, dtype=dtype), seed, name)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("name", [name for name in CASES if "value" in name])
 def test_hidden_scores_are_the_value_of_the_mask(name, seed):
     """As `jnp.where` in a program: queries that see no key average all values, and gradients are those of `where`."""

@@ -62,6 +62,7 @@ def assert_close(got, exact, dtype, seed, *, addends=None):
     assert (error <= bound).all(), f"seed={seed}: {(error - bound).max()} too much"
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(("rows", "counts", "size", "dtype", "normed", "rotated"), CASES)
 def test_heads_and_their_gradients(rows, counts, size, dtype, normed, rotated, seed):
     products, cotangents = (

@@ -102,6 +102,7 @@ def test_kernels_save_launches_and_traffic(mode):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize("mode", ["forward", "grad"])
 def test_one_token_has_its_kernels(mode):
     made = analyzed(["xla", "pallas"], mode, (1, 1))
