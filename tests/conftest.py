@@ -51,7 +51,10 @@ process.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": popen})  # 
 FOLDERS_THAT_COMPILE = ("tests/analysis", "tests/capture", "tests/decisions", "tests/hlo")
 """Their files share programs that take up to half a minute to compile, once a process."""
 
-LONGEST_FILES = ("tests/xlafuse/test_replay.py", "tests/xlafuse/test_compare.py")
+LONGEST_FILES = (
+    *("tests/xlafuse/test_replay.py", "tests/xlafuse/test_compare.py", "tests/xlafuse/test_trials.py"),
+    "tests/test_notebooks.py",
+)
 """Minutes long, and tests of one mode share programs: two processes take the modes, before all else."""
 
 

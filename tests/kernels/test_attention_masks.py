@@ -164,12 +164,12 @@ def test_masks_of_members_and_devices(seed):
         return jax.grad(partial(loss, **given), argnums=(0, 1, 2))(*operands)
 
     operands = (query, key, value, mask, kept)
-    found = {"vmap": jax.vmap(gradients)(*operands)}
+    found = {"vmap": jax.jit(jax.vmap(gradients))(*operands)}
     if jax.device_count() > 1:
         flat = [operand.reshape(2, *operand.shape[2:]) for operand in operands]
         over = PartitionSpec("x")
         mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
-        spread = jax.shard_map(gradients, mesh=mesh, in_specs=(over,) * 5, out_specs=over)(*flat)
+        spread = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=(over,) * 5, out_specs=over))(*flat)
         found["shard_map"] = [gradient[:, None] for gradient in spread]
     wide = [jnp.float32(operand) for operand in operands[:3]]
     want = jax.vmap(partial(gradients, implementation="xla"))(*wide, mask, kept)

@@ -113,6 +113,7 @@ def listed(sizes, rows, tile):
     ]
 
 
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize("tile", [64, 128])
 def test_tiles_have_each_row_once(tile, seed):
     for own in range(seed, seed + 4):

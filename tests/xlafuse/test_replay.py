@@ -63,7 +63,10 @@ def analyzed(strategies: list[str], mode: str, shape: tuple[int, int]) -> dict[s
     return {name: analyze(compiled("llama3-8b", name, mode, shape)) for name in strategies}
 
 
-@pytest.mark.parametrize("name", [REPLAYED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in REPLAYED[1:])])
+@pytest.mark.parametrize(
+    "name",
+    [REPLAYED[0], *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.drawn(1 / 2)]) for name in REPLAYED[1:])],
+)
 def test_replay_launches_what_the_h200_launched(name):
     case = CASES[name]
     if case["versions"]["jaxlib"] != jaxlib.__version__:
