@@ -55,7 +55,8 @@ smoke-jax%: $(DEV) build/jax%/.installed
 	  tests/kernels/test_gemm.py::test_epilogue_order tests/kernels/test_rms_norm.py::test_only_the_sum_is_used \
 	  tests/capture/test_capture.py::test_every_artefact_is_there_and_is_what_it_says \
 	  tests/capture/test_capture.py::test_resources_of_kernels
-	PYTHONPATH=$(CURDIR)/build/jax$* $(PY) -m xlafuse.cli report --block tiny --shape 1x128 --target h200 --try 0 -o build/jax$*-report
+	PYTHONPATH=$(CURDIR)/build/jax$* $(PY) -m xlafuse.cli report --block tiny --shape 1x128 --target h200 --try 0 \
+	  --strategies unfused,pallas_cudnn,fused -o build/jax$*-report
 
 lint: $(DEV)
 	$(PY) -m ruff check .

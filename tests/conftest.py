@@ -51,7 +51,10 @@ process.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": popen})  # 
 FOLDERS_THAT_COMPILE = ("tests/analysis", "tests/capture", "tests/decisions", "tests/hlo")
 """Their files share programs that take up to half a minute to compile, once a process."""
 
-LONGEST_FILES = ("tests/xlafuse/test_replay.py", "tests/xlafuse/test_compare.py")
+LONGEST_FILES = (
+    *("tests/xlafuse/test_replay.py", "tests/xlafuse/test_compare.py", "tests/xlafuse/test_trials.py"),
+    "tests/test_notebooks.py",
+)
 """Minutes long, and tests of one mode share programs: two processes take the modes, before all else."""
 
 
@@ -65,24 +68,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**30)))
-    config.addinivalue_line("markers", "drawn(share): of these, a run of a folder takes a random part of this size")
+    config.addinivalue_line(
+        "markers",
+        "drawn(share, of_each=None): of these a run of a folder takes a random part of this size, and at least one of "
+        "several; of_each: so of those of each value of this parameter",
+    )
 
 
 def draws(config: pytest.Config) -> bool:
     return not config.getoption("--all") and all(Path(argument).is_dir() for argument in config.args)
 
 
-def is_taken(item: pytest.Item) -> bool:
-    marker = item.get_closest_marker("drawn")
-    return marker is None or random.Random(f"{os.environ[SEED]} {item.nodeid}").random() < marker.args[0]
+def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What a run does not take of the tests marked `drawn`: of several it takes at least one."""
+    groups: dict[tuple[str, float], list[Any]] = defaultdict(list)
+    for item in items:
+        if marker := item.get_closest_marker("drawn"):
+            test = item.nodeid.partition("[")[0]
+            if of_each := marker.kwargs.get("of_each"):
+                test += f" {item.callspec.params[of_each].name}"  # pyright: ignore[reportAttributeAccessIssue]
+            groups[test, marker.args[0]].append(item)
+    left: set[pytest.Item] = set()
+    for (test, share), group in groups.items():
+        rng = random.Random(f"{os.environ[SEED]} {test}")
+        count = max(int(share * len(group) + rng.random()), int(len(group) > 1))
+        left |= {*rng.sample(group, len(group) - count)}
+    return left
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FILES))
     if draws(config):
-        config.hook.pytest_deselected(items=[item for item in items if not is_taken(item)])
-        items[:] = [item for item in items if is_taken(item)]
+        left = left_out(items)
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

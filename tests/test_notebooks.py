@@ -27,7 +27,7 @@ def runner():
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(1 / 3)
+@pytest.mark.drawn(1 / 7)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_what_is_kept_is_what_it_gives(runner, source, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

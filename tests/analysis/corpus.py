@@ -28,7 +28,6 @@ def programs() -> dict[str, Program]:
     import jax.numpy as jnp
     from jax import lax
     from jax.experimental.pallas import mosaic_gpu as plgpu
-    from model_parts import model_parts
     from odd_programs import odd_programs
 
     bf16, f32, s32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -188,10 +187,7 @@ def programs() -> dict[str, Program]:
         out, pullback = jax.vjp(mlp, x, scale, up, down)
         return pullback(out)
 
-    parts = {
-        name: Program(function=part, arguments=given)
-        for name, (part, given) in (model_parts() | odd_programs()).items()
-    }
+    parts = {name: Program(function=part, arguments=given) for name, (part, given) in odd_programs().items()}
     return made | parts
 
 

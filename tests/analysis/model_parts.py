@@ -1,4 +1,4 @@
-"""Parts of well-known models, on which advice was wrong once: each a function, its arguments and XLA's options."""
+"""Parts of well-known models, on which advice was wrong once: each a function and its arguments."""
 
 from __future__ import annotations
 
@@ -90,12 +90,6 @@ def loss_again(weight: Array, x: Array, labels: Array) -> Array:
     return jax.checkpoint(loss)(weight, x, labels)
 
 
-def graph_layer(weights: dict[str, Array], nodes: Array, senders: Array, receivers: Array) -> Array:
-    """Messages of gathered nodes, summed up again."""
-    messages = jax.nn.relu(jnp.concatenate([nodes[senders], nodes[receivers]], -1) @ weights["edge"])
-    return (jax.ops.segment_sum(messages @ weights["node"], receivers, nodes.shape[0]) ** 2).mean()
-
-
 def resnet_stem(weights: dict[str, Array], x: Array) -> Array:
     """A convolution, batch norm, ReLU and max-pooling; then another convolution."""
     h = convolve(x, weights["first"], 2)
@@ -109,33 +103,13 @@ def attention(query: Array, key: Array, value: Array) -> Array:
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), value).sum()
 
 
-def cartpole(state: Array, seed: Array) -> Array:
-    """A thousand steps of many carts, as one writes them first: stacked positions, and random numbers in each step."""
-
-    def step(carry, _):
-        state, key = carry
-        key, action_key, start_key = jax.random.split(key, 3)
-        x, speed, angle, turning = state.T
-        force = jnp.where(jax.random.bernoulli(action_key, 0.5, x.shape), 10.0, -10.0)
-        push = (force + 0.05 * turning**2 * jnp.sin(angle)) / 1.1
-        turn = (9.8 * jnp.sin(angle) - jnp.cos(angle) * push) / (0.5 * (4 / 3 - 0.1 * jnp.cos(angle) ** 2 / 1.1))
-        moved = (speed, push - 0.05 * turn * jnp.cos(angle) / 1.1, turning, turn)
-        state = jnp.stack([old + 0.02 * new for old, new in zip((x, speed, angle, turning), moved, strict=True)], 1)
-        is_over = (jnp.abs(state[:, 0]) > 2.4) | (jnp.abs(state[:, 2]) > 0.2)
-        start = jax.random.uniform(start_key, state.shape, minval=-0.05, maxval=0.05)
-        return (jnp.where(is_over[:, None], start, state), key), None
-
-    return lax.scan(step, (state, jax.random.wrap_key_data(seed)), None, length=1000)[0][0]
-
-
 def model_parts() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Function and arguments by name; those that are trained with their gradients."""
-    seed, weight = shape(2, dtype=jnp.uint32), shape(3, 3, 128, 128)
+    weight = shape(3, 3, 128, 128)
     lm1b = {name: shape(512, 8, 64, dtype=bf16) for name in ("query", "key", "value")}
     lm1b |= {"norm": shape(512, dtype=bf16), "up": shape(512, 2048, dtype=bf16), "down": shape(2048, 512, dtype=bf16)}
     states = {"in": shape(256, 1024), "parameters": shape(512, 80), "step": shape(48, 512), "a": shape(512, 16)}
     stem = {"first": shape(7, 7, 3, 64), "second": shape(3, 3, 64, 64)}
-    edges = shape(20000, dtype=s32)
 
     def tokens(vocabulary: int, dtype: Any = bf16) -> tuple[Any, ...]:
         return shape(1024, vocabulary, dtype=dtype), shape(1024, 1024, dtype=dtype), shape(1024, dtype=s32)
@@ -161,15 +135,6 @@ def model_parts() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "loss_biased": (jax.value_and_grad(loss_biased, (0, 1, 3)), (*tokens(32000), shape(32000, dtype=bf16))),
         "loss_shifted": (jax.value_and_grad(loss_shifted, (0, 1, 3)), (*tokens(32000), shape(1024, dtype=bf16))),
         "loss_float32": (jax.value_and_grad(loss, (0, 1)), tokens(32000, f32)),
-        "graph_layer": (
-            jax.grad(graph_layer, (0, 1)),
-            ({"edge": shape(256, 128), "node": shape(128, 128)}, shape(4000, 128), edges, edges),
-        ),
-        "graph_layer_forward": (
-            graph_layer,
-            ({"edge": shape(256, 128), "node": shape(128, 128)}, shape(4000, 128), edges, edges),
-        ),
         "resnet_stem": (jax.grad(resnet_stem, (0, 1)), (stem, shape(16, 112, 112, 3))),
         "attention_float32": (jax.grad(attention, (0, 1, 2)), (shape(4, 1024, 8, 64),) * 3),
-        "cartpole": (cartpole, (shape(2048, 4), seed)),
     }

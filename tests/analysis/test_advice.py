@@ -6,35 +6,49 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+from model_parts import model_parts
 from programs import NAMES, load
 
-from hlo_analysis import Analysis, Capture, analyze, capture
+from hlo_analysis import Analysis, analyze, capture
 from hlo_analysis.records import MissedFusion
 from hlo_analysis.remedies import texts
 from xlafuse.catalogue import KERNELS
 
 
 @pytest.fixture(scope="module")
-def advised(corpus: dict[str, Capture]) -> Callable[[str], Analysis]:
-    """`analyze` of a program of the corpus, with the kernels that xlafuse names."""
-    return cache(lambda name: analyze(corpus[name], catalogue=KERNELS))
+def advised() -> Callable[[str], Analysis]:
+    """`analyze` of a part of a model, with the kernels that xlafuse names."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    parts = model_parts()
+
+    def made(name: str) -> Analysis:
+        function, arguments = parts[name]
+        return analyze(capture(function, *arguments, target="h200", autotune=None), catalogue=KERNELS)
+
+    return cache(made)
 
 
 def named(analysis: Analysis, remedy: str) -> list[MissedFusion]:
     return [missed for missed in analysis.missed if remedy in missed.remedy]
 
 
-@pytest.mark.parametrize("name", [pytest.param("unet_block", marks=pytest.mark.slow), "mamba", "loss", "loss_again"])
+@pytest.mark.drawn(1 / 2)
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("unet_block", "mamba")), "loss", "loss_again"]
+)
 def test_no_softmax_before_a_product_is_no_attention(advised: Callable[[str], Analysis], name: str) -> None:
     assert not named(advised(name), "attention:")
 
 
+@pytest.mark.slow
+@pytest.mark.drawn(1 / 2)
 def test_of_a_layer_with_dropout_attention_alone_is_attention(advised: Callable[[str], Analysis]) -> None:
     found = named(advised("lm1b_layer"), "attention:")
     assert sum(missed.shape.endswith("128,128]") for missed in found) >= 4  # scores, softmax, and gradients of both
     assert {missed.scope for missed in found} == {"attention"}
 
 
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize(
     ("name", "is_taken"),
     [
@@ -85,13 +99,14 @@ def test_indices_of_a_max_pooling_are_not_normalized(advised: Callable[[str], An
 
 
 @pytest.fixture(scope="module")
-def of_program(corpus: dict[str, Capture]) -> Callable[[str], Analysis]:
-    """`analyze` of a program of tests/programs; `corpus` skips where XLA's CUDA compiler is missing."""
+def of_program() -> Callable[[str], Analysis]:
+    """`analyze` of a program of tests/programs."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
     return cache(lambda name: analyze(capture(*load(name), target="h200"), catalogue=KERNELS))
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(1 / 4)
+@pytest.mark.drawn(1 / 17)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_more_is_at_stake_than_a_program_takes(of_program: Callable[[str], Analysis], name: str) -> None:
     analysis = of_program(name)
@@ -121,11 +136,14 @@ def norms_of(analysis: Analysis) -> list[MissedFusion]:
     return [missed for missed in analysis.missed if missed.kernel in ("rms_norm", "layer_norm")]
 
 
+@pytest.mark.slow
+@pytest.mark.drawn(1 / 2)
 def test_a_scan_is_no_norm(advised: Callable[[str], Analysis]) -> None:
     assert not norms_of(advised("mamba"))
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1 / 2)
 def test_a_scans_gradient_is_no_norm(of_program: Callable[[str], Analysis]) -> None:
     analysis = of_program("mamba")
     norms = norms_of(analysis)

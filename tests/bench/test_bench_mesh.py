@@ -48,7 +48,7 @@ def measured(item: str, **changes: Any) -> ShapeResult:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2 / 5)
+@pytest.mark.drawn(1 / 5)
 @pytest.mark.parametrize("item", ["gradient dp", "gradient fsdp", "gradient tp", "gradient sp", "train fsdp"])
 def test_each_kind_of_parallel_is_measured(item, devices):
     result = measured(f"{item} 4x128", peers=("shard_map",))

@@ -29,6 +29,8 @@ def _quick(monkeypatch):
     monkeypatch.setattr(model, "_ROOM", 8)
 
 
+@pytest.mark.slow
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.usefixtures("invented_times")
 @pytest.mark.parametrize("is_scanned", [False, True])
 def test_every_phase_is_measured(is_scanned):

@@ -72,6 +72,7 @@ def test_markdown_has_the_table_and_each_change(invoke, report: str):
     assert invoke("diff", f"{report}:unfused", f"{report}:xla", "--exit-code").exit_code == 0
 
 
+@pytest.mark.slow
 def test_two_environments_of_one_version_agree(invoke, program: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environments, "cache_folder", lambda: Path("cache/jax").absolute())
     words = ("--jax", version("jax"), "--python", sys.executable, "--exit-code")

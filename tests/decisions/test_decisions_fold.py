@@ -74,7 +74,7 @@ def _frames(capture: Capture, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(1 / 4)  # the pictures take half a minute, and only another XLA draws others
+@pytest.mark.drawn(1 / 8)  # the pictures take half a minute, and only another XLA draws others
 def test_gains_agree_with_xlas_own_account(captured: Callable[..., Capture], tmp_path: Path) -> None:
     capture = captured("grad", xla_dump_fusion_visualization=True)
     rejected = re.compile(r"Rejected \|(.+?)\|: Negative benefit \((-[\d.]+)(ns|us|ms)\)")

@@ -48,6 +48,7 @@ def _of(analysis: Analysis, cause: str) -> Hotspot | None:
     return next((each for each in listed(analysis) if each.cause.startswith(cause)), None)
 
 
+@pytest.mark.drawn(1 / 3)
 @needs_compiler
 @pytest.mark.parametrize("name", ADVISED)
 def test_what_is_advised_takes_the_cause_away(name: str) -> None:

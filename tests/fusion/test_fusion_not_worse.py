@@ -164,7 +164,7 @@ def test_what_is_taken(name):
     assert taken(fn, *arguments) == operations
 
 
-@pytest.mark.drawn(1 / 3)
+@pytest.mark.drawn(1 / 5)
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_taken_is_not_worse(name):
     fn, arguments, _ = TAKEN[name]
@@ -176,7 +176,7 @@ PROGRAMS = ("bert", "dlrm", "experts", "gemma", "graphnet", "haiku_lm", "lm1b", 
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(1 / 4)
+@pytest.mark.drawn(1 / 8)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_are_not_worse(name):
     module = import_module(f"programs.{name}")

@@ -196,6 +196,7 @@ def operands(seed, batch=1, queries=16, keys=16, heads=2, key_heads=1, size=64, 
     return tuple(normal(own, shape, dtype) for own, shape in zip(seeds_of(seed, 3), shapes, strict=True))
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(
     ("queries", "keys", "is_causal"), [(200, 128, False), (384, 256, False), (500, 500, True), (420, 200, True)]
 )
@@ -210,6 +211,7 @@ def test_three_consumers(interpreter, queries, keys, is_causal, seed):
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(
     ("length", "is_causal", "size"), [(136, True, 256), (66, True, 256), (131, False, 256), (72, True, 200)]
 )
@@ -223,6 +225,7 @@ def test_outputs_that_leave_in_parts_while_the_next_queries_come(interpreter, le
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(("length", "window"), [(400, (260, 0)), (264, (100, 20))])
 def test_windows_dealt_out(interpreter, length, window, seed):
     query, key, value = operands(seed, queries=length, keys=length, heads=1)

@@ -155,6 +155,7 @@ def compared(name, seed, *, configure=default_backward, dtype=jnp.bfloat16, with
     return got, reports
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name, seed):
@@ -173,6 +174,7 @@ def test_gradient_of_log_sum_exp_and_products_that_overlap_in_float16(seed):
     check("causal, grouped heads, fewer queries", seed, configure=configure, dtype=jnp.float16, with_dlse=True)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", SHORT)
 def test_gradients_of_short_lengths(name, seed):
@@ -185,6 +187,7 @@ def test_gradients_of_short_lengths(name, seed):
     check(name, seed, configure=configure, with_dlse=True)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", FUSED)
 def test_gradients_by_one_kernel(name, seed, monkeypatch):
@@ -210,6 +213,7 @@ def test_one_kernel_with_scores_whose_weights_of_keys_of_zeros_would_be_infinite
         np.testing.assert_allclose(own.astype(jnp.float32), other.astype(jnp.float32), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
     "name",

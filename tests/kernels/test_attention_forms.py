@@ -79,6 +79,7 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", SIZES)
 def test_values_of_another_size(name, seed):
@@ -86,6 +87,7 @@ def test_values_of_another_size(name, seed):
     check(given, *operands(seed, **sizes), seed=seed)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(
     ("sizes", "taken"),
     [((192, 128), (192, 128)), ((192, 120), (192, 128)), ((192, 192), (192, 192)), ((96, 64), (96, 96)),
@@ -137,6 +139,7 @@ SINKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", SINKS)
 def test_sinks(name, seed):
@@ -193,6 +196,7 @@ SKIPPED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", SKIPPED)
 def test_queries_that_see_no_key_average_all_values_though_tiles_are_skipped(name, monkeypatch, seed):
@@ -208,6 +212,7 @@ def test_queries_that_see_no_key_average_all_values_though_tiles_are_skipped(nam
         np.testing.assert_allclose(got["out"][1, :70], np.broadcast_to(average, (70, 2, 64)), atol=4e-3)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(
     "given",
     [{"mask_value": -1e9}, {"keys": 500}, {"bias": jnp.zeros(1024)}, {"dropout_rate": 0.1}, {"is_causal": False}],

@@ -101,6 +101,7 @@ def compared(name, seed, dtype):
     return testing.error_reports(got, baseline, exact, ErrorBound(least_error=2.0**-18))
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_mean_what_programs_do(name, seed):
@@ -108,6 +109,7 @@ def test_kernels_mean_what_programs_do(name, seed):
     testing.assert_draws_within(partial(compared, name, dtype=dtype), seed, name)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("name", [name for name in CASES if "value" in name])
 def test_hidden_scores_are_the_value_of_the_mask(name, seed):
     """As `jnp.where` in a program: queries that see no key average all values, and gradients are those of `where`."""
@@ -162,12 +164,12 @@ def test_masks_of_members_and_devices(seed):
         return jax.grad(partial(loss, **given), argnums=(0, 1, 2))(*operands)
 
     operands = (query, key, value, mask, kept)
-    found = {"vmap": jax.vmap(gradients)(*operands)}
+    found = {"vmap": jax.jit(jax.vmap(gradients))(*operands)}
     if jax.device_count() > 1:
         flat = [operand.reshape(2, *operand.shape[2:]) for operand in operands]
         over = PartitionSpec("x")
         mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
-        spread = jax.shard_map(gradients, mesh=mesh, in_specs=(over,) * 5, out_specs=over)(*flat)
+        spread = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=(over,) * 5, out_specs=over))(*flat)
         found["shard_map"] = [gradient[:, None] for gradient in spread]
     wide = [jnp.float32(operand) for operand in operands[:3]]
     want = jax.vmap(partial(gradients, implementation="xla"))(*wide, mask, kept)

@@ -99,6 +99,7 @@ def test_ignored_and_impossible_labels(implementation, reduction):
 RING = ForwardConfig(loads="ring", warpgroups=2, chunk_lines=4, slots=3)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
     ("vocabulary", "dtype", "config", "options"),
@@ -145,6 +146,7 @@ def test_two_launches(seed, vocabulary):
     np.testing.assert_allclose(gradient, pullback(weights)[0], rtol=1e-4, atol=1e-7, err_msg=f"seed={seed}")
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("vocabulary", [256, 200, 8192 + 3])
 @pytest.mark.parametrize("factor", [1.0, -2.5])

@@ -91,6 +91,7 @@ FIRST = {
 }
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("name", FIRST)
 @pytest.mark.parametrize("with_jit", [False, True])
 def test_first_derivatives_are_those_of_xla(name, with_jit):

@@ -53,6 +53,7 @@ RUNS = {
 }
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("entries", [1, SECTION, 5 * SECTION, 5 * SECTION + 3])
 @pytest.mark.parametrize("kind", RUNS)

@@ -35,6 +35,7 @@ CUTS = {
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("name", CUTS)
 def test_every_cut_gives_the_product(name, seed):
     config, (m, k, n) = CUTS[name]

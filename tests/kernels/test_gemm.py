@@ -34,6 +34,7 @@ CUTS = {
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("name", CUTS)
 @pytest.mark.parametrize("fewer", [0, 3], ids=["groups of eight rows", "any rows"])
 def test_every_cut_gives_the_product(name, fewer, seed):

@@ -55,6 +55,7 @@ def passes(implementation):
     return run
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("implementation", ["xla", "mosaic"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_sizes(sizes, implementation):
@@ -112,6 +113,7 @@ def listed(sizes, rows, tile):
     ]
 
 
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize("tile", [64, 128])
 def test_tiles_have_each_row_once(tile, seed):
     for own in range(seed, seed + 4):
@@ -154,6 +156,7 @@ def test_gate_and_up_have_one_shape():
         grouped_gated_linear(X, W, W[..., :64], jnp.asarray([1, 2, 3]))
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("implementation", ["xla", "mosaic"])
 @pytest.mark.parametrize("which", ["bias_gate", "bias_up", "both"])
 def test_gated_biases(which, implementation):

@@ -62,6 +62,7 @@ def assert_close(got, exact, dtype, seed, *, addends=None):
     assert (error <= bound).all(), f"seed={seed}: {(error - bound).max()} too much"
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(("rows", "counts", "size", "dtype", "normed", "rotated"), CASES)
 def test_heads_and_their_gradients(rows, counts, size, dtype, normed, rotated, seed):
     products, cotangents = (
@@ -107,6 +108,7 @@ def program(function, *operands):
     return str(jax.make_jaxpr(function)(*operands))
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(("heads", "size", "scaled"), [((3, 1), 128, True), ((2, 2), 64, True), ((2, 2), 64, False)])
 def test_one_norm_of_two(heads, size, scaled, seed):
     columns = [count * size for count in (heads[0], heads[1], heads[1])]

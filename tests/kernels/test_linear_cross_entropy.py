@@ -96,6 +96,7 @@ def test_what_the_kernel_refuses(changed):
     assert "mosaic_gpu" not in str(jax.make_jaxpr(linear_cross_entropy)(*arguments))
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "options"),

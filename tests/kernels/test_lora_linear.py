@@ -86,6 +86,7 @@ ONE_LAUNCH = {
 }
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("cut", ONE_LAUNCH)
 def test_few_blocks_compute_x_a_for_all(cut, monkeypatch):

@@ -87,6 +87,7 @@ def gathered(x, weights, name):
     return qkv_projection(x, wide, narrow, narrow[::-1], bias=(wide[0], narrow[0], narrow[1]), head_size=64)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("name", ["linear", "gated_linear", "qkv_projection"])
 def test_rows_travel_while_others_are_multiplied(name, mesh, seed):
     x, weights = (

@@ -78,6 +78,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_collectives_are_those_of_xla(name, gpus):
     kernels, function, *arguments = OPERATIONS[name]
@@ -229,6 +230,7 @@ def test_arrays_that_are_spread_outside_jit_are_left_to_xla(rows):
     assert "an array is spread over several devices" in str(choices[0].reasons["mosaic"])
 
 
+@pytest.mark.drawn(1 / 4)
 @pytest.mark.parametrize("op", REGISTRY.values(), ids=lambda op: op.name)
 def test_operations_lower_under_remat_vmap_and_scan(op):
     case = testing.make_case(op, op.tagged("test")[0], seed=0)

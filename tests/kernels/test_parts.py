@@ -140,6 +140,7 @@ GROUPED = {
 }
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.filterwarnings("ignore::pallas_kernels.KernelWarning")  # gated products need all features
 @pytest.mark.parametrize("name", GROUPED)
 def test_experts_are_cut(name, cpus):
@@ -206,6 +207,7 @@ EXPLICIT = {
 }
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("name", EXPLICIT)
 def test_explicit_axes_cut_calls_and_their_gradients_are_cut_as_arguments(name, cpus):
     function, specs, shapes, spec = EXPLICIT[name]

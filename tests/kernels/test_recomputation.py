@@ -60,6 +60,7 @@ CASES = [
 ]
 
 
+@pytest.mark.drawn(1 / 4, of_each="op")
 @pytest.mark.parametrize(("op", "spec"), CASES)
 def test_no_kernel_is_lost(op, spec):
     assert not list(unchanged(traced_gradient(op, spec)))

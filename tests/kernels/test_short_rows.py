@@ -61,6 +61,7 @@ def with_labels(arguments: dict) -> dict:
     return {"logits": arguments["logits"], "labels": labels} | arguments
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
     ("name", "arguments"),

@@ -36,7 +36,7 @@ def script():
     [
         (1, 1, "forward"),
         *(
-            pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.drawn(1 / 2)])
+            pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.drawn(1 / 5)])
             for case in (
                 (2, 4096, "forward"),
                 (2, 4096, "grad"),

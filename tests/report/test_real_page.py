@@ -15,7 +15,7 @@ def test_a_compiled_block_makes_a_page_without_complaint(browser: Browser, tmp_p
     pytest.importorskip("jax_cuda13_plugin")
     from xlafuse.comparison import compare
 
-    comparison = compare("tiny", (1, 128), strategies=("xla", "pallas"), mode="grad", numerics=False)
+    comparison = compare("tiny", (1, 128), strategies=("xla", "pallas"), numerics=False)
     assert all(strategy.error is None for strategy in comparison.strategies)
     path = tmp_path / "report.html"
     path.write_text(render_html(comparison), encoding="utf-8")

@@ -63,7 +63,10 @@ def analyzed(strategies: list[str], mode: str, shape: tuple[int, int]) -> dict[s
     return {name: analyze(compiled("llama3-8b", name, mode, shape)) for name in strategies}
 
 
-@pytest.mark.parametrize("name", [REPLAYED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in REPLAYED[1:])])
+@pytest.mark.parametrize(
+    "name",
+    [REPLAYED[0], *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.drawn(1 / 2)]) for name in REPLAYED[1:])],
+)
 def test_replay_launches_what_the_h200_launched(name):
     case = CASES[name]
     if case["versions"]["jaxlib"] != jaxlib.__version__:
@@ -102,6 +105,7 @@ def test_kernels_save_launches_and_traffic(mode):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize("mode", ["forward", "grad"])
 def test_one_token_has_its_kernels(mode):
     made = analyzed(["xla", "pallas"], mode, (1, 1))

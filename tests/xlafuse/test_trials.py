@@ -176,6 +176,7 @@ def experts(x, gate, up, down, sizes):
     return jax.lax.ragged_dot(jax.nn.silu(gated) * rows, down, sizes)
 
 
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize("mode", ["forward", "grad"])
 def test_experts_by_grouped_products_save_what_xla_multiplies_by_zeros(mode):
     def struct(*shape, dtype=jnp.bfloat16):
