@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
+from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from hlo_analysis import analyze
 from hlo_analysis.capture import capture
 from hlo_analysis.capture.lowering import lower
+from hlo_analysis.capture.meshes import devices_of
 from hlo_analysis.errors import CaptureError
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.targets import load_target
@@ -220,3 +224,16 @@ def test_an_array_on_one_device_is_its_shape_alone() -> None:
 def test_the_cpu_is_one_device() -> None:
     with pytest.raises(CaptureError, match="spread over 4 devices, which only a named GPU target compiles for"):
         capture(gathered(4), ROWS, target="cpu")
+
+
+def test_threads_share_the_devices_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = topologies.get_topology_desc
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.1)  # so that the other thread asks meanwhile
+        return made(*args, **kwargs)
+
+    monkeypatch.setattr(topologies, "get_topology_desc", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda target: devices_of(target, 3), [load_target("h200")] * 2)
+    assert one is other
