@@ -90,7 +90,7 @@ def group_axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple
 
 
 def _first_group(text: str) -> list[int]:
-    """Returns the devices of the first group of a mesh's axes, of {{0,1},{2,3}}, or of [groups,devices]<=[2,2]T(1,0)."""
+    """Returns the devices of the first group: of a mesh, of {{0,1},{2,3}} or of [groups,devices]<=[2,2]T(1,0)."""
     if named := _MESH.search(text):
         devices, sizes = [0], _sizes_of(named)
         for name, before, part in _AXIS.findall(named[2]):
