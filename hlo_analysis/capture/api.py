@@ -110,11 +110,6 @@ def capture(
         with Worker(folder, _environment(goal)) as worker:
             program = lower(fn, shapes, target=goal, mode=mode, lower_context=lower_context)
             notes += program.notes
-            if program.devices > 1 and goal.kind != "cuda":
-                raise CaptureError(
-                    f"{program.function} is spread over {program.devices} devices, which only a named GPU target "
-                    f"compiles for, not {goal.name}"
-                )
             options = _options(goal, folder, recording) | given
             if measure and goal.kind == "attached":
                 # Else XLA launches one by one while it is profiled, with gaps that no run has.
