@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from hlo_analysis.capture.meshes import devices_of
 from hlo_analysis.errors import CaptureError
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.targets import load_target
-from pallas_kernels import rms_norm
+from pallas_kernels import linear, rms_norm
 
 ROWS = jax.ShapeDtypeStruct((64, 128), jnp.float32)
 
@@ -180,6 +181,14 @@ def test_calls_that_python_cuts_are_compiled_for_their_parts(compiler: None) -> 
     (total,) = [launch for launch in launches if launch.kind == "collective"]
     assert total.axes == (("data", 2),)
     assert parse_module(captured.require("final_hlo")).entry.parameters[0].shape.dimensions == (2, 256, 512)
+
+
+def test_kernels_that_devices_share_state_the_products_of_their_parts(compiler: None) -> None:
+    """XLA's partitioner drops the attribute that says so."""
+    x, w = over(FOUR, PartitionSpec("data"), (512, 256)), over(FOUR, PartitionSpec(), (256, 128))
+    product = functools.partial(linear, activation="gelu", implementation="mosaic")
+    (launch,) = analyze(capture(product, x, w)).launches
+    assert (launch.kind, launch.flops) == ("mosaic", 2 * 256 * 256 * 128)
 
 
 def test_gradients_lie_as_their_arguments_do(compiler: None) -> None:
