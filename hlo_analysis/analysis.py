@@ -95,7 +95,7 @@ def _assemble(
         compiler_options=dict(provenance.compiler_options),
         library_packages=frozenset(kernel.package for kernel in catalogue),
         resources=resources,
-        mesh=attempt(mesh_of, {}, module),
+        mesh=attempt(mesh_of, {}, module, capture.text("before_optimizations")),
         ptx=ptx,
         limits=attempt(multiprocessor_limits, None, capture.text("target_config")),
         is_tuned=provenance.gemm_choice == "attached" or (is_replayed and not missing),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,8 +73,10 @@ def with_measurements(comparison: Comparison, measurements: Measurements) -> Com
     return _replaced(comparison, made)
 
 
-def with_profile(comparison: Comparison, profile: Profile) -> Comparison:
+def with_profile(comparison: Comparison, profiles: Sequence[Profile]) -> Comparison:
     """Returns the comparison with the times of a `jax.profiler` profile, for each strategy whose program it shows.
+
+    profiles: of each GPU, as `read_profile` returns them.
 
     Raises:
         MeasurementsError: the profile shows none of them; the message names the first launch where the baseline
@@ -84,7 +86,7 @@ def with_profile(comparison: Comparison, profile: Profile) -> Comparison:
     reasons: dict[str, str] = {}
     for name, analysis in _analysed(comparison):
         try:
-            made[name] = with_measured(analysis, join(analysis, profile))
+            made[name] = with_measured(analysis, join(analysis, *profiles))
         except ProfileMismatchError as error:
             reasons[name] = str(error)
     if not made:

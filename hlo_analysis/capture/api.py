@@ -16,7 +16,7 @@ from hlo_analysis.capture import autotune as autotuning
 from hlo_analysis.capture.archive import Capture
 from hlo_analysis.capture.assemble import DUMP, MODULE, MOSAIC, assemble
 from hlo_analysis.capture.failures import compile_error, first_sentence, is_toolchain_failure
-from hlo_analysis.capture.partitions import answered
+from hlo_analysis.capture.partitions import answered, restate
 from hlo_analysis.capture.process import Worker
 from hlo_analysis.capture.runner import ARGUMENTS
 from hlo_analysis.errors import CaptureError
@@ -110,11 +110,6 @@ def capture(
         with Worker(folder, _environment(goal)) as worker:
             program = lower(fn, shapes, target=goal, mode=mode, lower_context=lower_context)
             notes += program.notes
-            if program.devices > 1 and goal.kind != "cuda":
-                raise CaptureError(
-                    f"{program.function} is spread over {program.devices} devices, which only a named GPU target "
-                    f"compiles for, not {goal.name}"
-                )
             options = _options(goal, folder, recording) | given
             if measure and goal.kind == "attached":
                 # Else XLA launches one by one while it is profiled, with gaps that no run has.
@@ -122,9 +117,10 @@ def capture(
             if measure:
                 program.save_values(folder / ARGUMENTS)
             request = _request(goal, program, options, folder) | {"measure": measure}
+            stated: dict[str, str] = {}
             with contextlib.ExitStack() as stack:
                 if program.devices > 1:
-                    request["partitions"] = stack.enter_context(answered(answers_of(goal)))
+                    request["partitions"] = stack.enter_context(answered(answers_of(goal), stated))
                 result = worker.ask(request, timeout)
             if not result["ok"]:
                 if not is_toolchain_failure(result["error"]):
@@ -141,6 +137,8 @@ def capture(
             options=given,
             recording=recording,
         )
+        if stated and (final := manifest.files.get("final_hlo")):
+            restate(folder / final, stated)
         write_manifest(folder, manifest)
         finished = True
         return Capture(folder, manifest, temporary=keep is None)

@@ -39,7 +39,7 @@ from hlo_analysis.capture.meshes import (
 from hlo_analysis.capture.module_scopes import name_modules
 from hlo_analysis.capture.ordering import in_post_order
 from hlo_analysis.errors import CaptureError
-from hlo_analysis.targets import Target
+from hlo_analysis.targets import Target, load_target
 
 Mode = Literal["forward", "grad"]
 
@@ -127,6 +127,7 @@ def lower(
     name = function_name(fn)
     platform = "cpu" if target.kind == "cpu" else "cuda"
     alone = mesh_of_one(target) if platform == "cuda" else None
+    in_mesh = target if target.config_text else load_target("h200")  # described devices stand for attached ones
 
     def arguments_on(devices: Callable[[int], Sequence[Any]] | None) -> tuple[Any, ...]:
         place = functools.partial(abstract, alone=alone, devices=devices)
@@ -149,8 +150,8 @@ def lower(
                 stack.enter_context(lower_context)
             cut = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(arguments) if is_cut(leaf)]
             # Described devices have no memories of the host's.
-            spreads = bool(cut) and target.kind == "cuda" and not set(cut) & set(_HOST_MEMORY)
-            placed = arguments_on(functools.partial(devices_of, target)) if spreads else arguments
+            spreads = bool(cut) and platform == "cuda" and not set(cut) & set(_HOST_MEMORY)
+            placed = arguments_on(functools.partial(devices_of, in_mesh)) if spreads else arguments
             lowered = _lowered_over_meshes(alone, fn, placed, arguments, mode)
             module = lowered.compiler_ir("stablehlo")
             devices = _spread_over(module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
@@ -87,9 +88,18 @@ def check_cuts(named: Iterable[tuple[str, Any]]) -> None:
             )
 
 
-@functools.cache
 def devices_of(target: Target, count: int) -> tuple[Any, ...]:
     """Described devices of the target, which JAX takes for a mesh: so does what calls Python to cut its arrays."""
+    with _MAKING_DEVICES:
+        return _devices_of(target, count)
+
+
+_MAKING_DEVICES = threading.Lock()
+"""JAX keeps what it traced for one thread's mesh, which must be the devices of all threads."""
+
+
+@functools.cache
+def _devices_of(target: Target, count: int) -> tuple[Any, ...]:
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(platform="cuda", topology=f"1x1x{count}", target_config=target.config_text)

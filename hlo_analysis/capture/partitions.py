@@ -1,25 +1,31 @@
 """Answers, for the process that compiles, how a call's arrays are cut: only this process has the Python that knows.
 
 Operations that several devices share, and cuDNN's attention, are calls that XLA asks about while it partitions a
-program. The worker passes the question on by a socket; shapes and shardings travel as text.
+program. The worker passes the question on by a socket; shapes and shardings travel as text. XLA drops what the kernels
+of such a call state of their matrix products, so that it is kept here, and written into the program afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import copy_context
 from multiprocessing.connection import Client, Listener
+from pathlib import Path
 from typing import Any
 
 
 @contextlib.contextmanager
-def answered(context: AbstractContextManager[Any]) -> Iterator[str]:
-    """Within the block a thread answers; gives the address to ask at. `context`: entered in that thread."""
+def answered(context: AbstractContextManager[Any], stated: dict[str, str]) -> Iterator[str]:
+    """Within the block a thread answers; gives the address to ask at.
+
+    context: entered in that thread. stated: takes each kernel's `matrix_flops`, by its hash as HLO prints it.
+    """
     with Listener() as listener:
-        thread = threading.Thread(target=copy_context().run, args=(_answer, listener, context), daemon=True)
+        arguments = (listener, context, stated)
+        thread = threading.Thread(target=copy_context().run, args=(_answer, *arguments), daemon=True)
         thread.start()
         try:
             yield str(listener.address)
@@ -29,12 +35,23 @@ def answered(context: AbstractContextManager[Any]) -> Iterator[str]:
             thread.join(timeout=5)
 
 
-def _answer(listener: Listener, context: AbstractContextManager[Any]) -> None:
+def restate(program: Path, stated: Mapping[str, str]) -> None:
+    """Writes what kernels state of their products into the program's text."""
+    text = program.read_text(encoding="utf-8")
+    for kernel, flops in stated.items():
+        start = f"backend_config={{kernel_hash = {kernel}"
+        text = text.replace(start, f'frontend_attributes={{matrix_flops="{flops}"}}, {start}')
+    program.write_text(text, encoding="utf-8")
+
+
+def _answer(listener: Listener, context: AbstractContextManager[Any], stated: dict[str, str]) -> None:
     with contextlib.suppress(OSError, EOFError), listener.accept() as worker, context:
         while True:
             question = worker.recv()
             try:
-                worker.send(_partition(*question))
+                module, *cuts = _partition(*question)
+                stated |= _stated(module)
+                worker.send((module, *cuts))
             except Exception as error:  # XLA, in the worker, says so
                 worker.send(f"{type(error).__name__}: {error}")
 
@@ -51,3 +68,22 @@ def _partition(shapes: list[str], shardings: list[str], result: str, result_shar
         key,
     )
     return module, [each.to_string() for each in operands], results.to_string()
+
+
+def _stated(module: bytes) -> dict[str, str]:
+    from jax._src.interpreters.mlir import make_ir_context
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+
+    found: dict[str, str] = {}
+
+    def visit(operation: Any) -> Any:
+        attributes = operation.attributes
+        if "mhlo.backend_config" in attributes and "mhlo.frontend_attributes" in attributes:
+            config, frontend = attributes["mhlo.backend_config"], attributes["mhlo.frontend_attributes"]
+            if "kernel_hash" in config and "matrix_flops" in frontend:
+                found[str(config["kernel_hash"])] = frontend["matrix_flops"].value
+        return ir.WalkResult.ADVANCE
+
+    with make_ir_context():
+        ir.Module.parse(module).operation.walk(visit)
+    return found

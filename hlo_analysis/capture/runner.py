@@ -37,30 +37,49 @@ _GPU_STATE = {
 }
 
 
-def run(executable: Any, argument_types: list[tuple[tuple[int, ...], str]], device: Any, folder: Path) -> dict:
+def run(executable: Any, argument_types: list[tuple[tuple[int, ...], str]], devices: list[Any], folder: Path) -> dict:
     """Runs an executable with the arguments in `folder`, or drawn ones; leaves the profile there, returns the rest.
 
     Floats are random normal: those of two dimensions of a weight's deviation (rows**-0.5), those of one dimension
-    around 1. Integers of more than eight bits count up along the last dimension; others are drawn.
+    around 1. Integers of more than eight bits count up along the last dimension; others are drawn. Several devices draw
+    their parts by themselves: whole arrays may be too large for one.
     """
     import jax
     import numpy as np
+    from jax._src.sharding_impls import GSPMDSharding
 
     jax.config.update("jax_enable_x64", True)
-    with jax.default_device(device):
-        first = jax.jit(lambda: [_draw(jax.random.key(i), *each) for i, each in enumerate(argument_types)])()
+    if len(devices) > 1:
+        places = [GSPMDSharding(tuple(devices), cut) for cut in executable.get_parameter_shardings()]
+    else:
+        places = [jax.sharding.SingleDeviceSharding(devices[0])] * len(argument_types)
+    parts = [(place.shard_shape(shape), name) for place, (shape, name) in zip(places, argument_types, strict=True)]
+    draw = jax.jit(lambda: [_draw(jax.random.key(i), *each) for i, each in enumerate(parts)])
+    given: dict[int, Any] = {}
     if (folder / ARGUMENTS).is_file():
-        with np.load(folder / ARGUMENTS) as given:
-            for place in given:
-                dtype = jax.numpy.dtype(argument_types[int(place)][1])
-                first[int(place)] = jax.device_put(given[place].astype(dtype), device)
-    jax.block_until_ready(first)
-    size = sum(each.nbytes for each in first)
-    before = _peak_bytes(device)
+        with np.load(folder / ARGUMENTS) as file:
+            given = {int(i): file[i].astype(jax.numpy.dtype(argument_types[int(i)][1])) for i in file}
+
+    def drawn() -> list[Any]:
+        on_each = []
+        for device in devices:
+            with jax.default_device(device):
+                on_each.append(draw())
+        made = [
+            jax.make_array_from_single_device_arrays(shape, place, list(own))
+            for (shape, _), place, own in zip(argument_types, places, zip(*on_each, strict=True), strict=True)
+        ]
+        for i, values in given.items():
+            made[i] = jax.device_put(values, places[i])
+        return jax.block_until_ready(made)
+
+    first = drawn()
+    size = sum(each.addressable_data(0).nbytes for each in first)
+    before = _peak_bytes(devices)
     jax.block_until_ready(_call(executable, first))
-    peak = _peak_bytes(device)
+    peak = _peak_bytes(devices)
     copies = max(1, min(_MOST_COPIES, -(-_ROTATED_BYTES // max(1, size))))
-    sets = [first, *([jax.numpy.copy(each) for each in first] for _ in range(copies - 1))]
+    sets = [first, *(drawn() for _ in range(copies - 1))]
     at = 0
 
     def call() -> Any:
@@ -76,7 +95,8 @@ def run(executable: Any, argument_types: list[tuple[tuple[int, ...], str]], devi
         problem = f"{type(error).__name__}: {error}"
     # A peak that was there before is that of autotuning.
     return {
-        "device": device.device_kind,
+        "device": devices[0].device_kind,
+        "devices": len(devices),
         "walls_us": walls,
         "peak_bytes": peak if peak > before else None,
         "gpu": gpu,
@@ -91,7 +111,8 @@ def argument_types(module: Any) -> list[tuple[tuple[int, ...], str]]:
     from jaxlib.mlir import ir
 
     names = {str(mlir.dtype_to_ir_type(jnp.dtype(name))): name for name in _DTYPES}
-    main = next(each for each in module.body.operations if getattr(each, "name", None) and each.name.value == "main")
+    functions = (each for each in module.body.operations if each.operation.name == "func.func")
+    main = next(each for each in functions if each.name.value == "main")
     types = [ir.RankedTensorType(each) for each in main.type.inputs]
     return [(tuple(each.shape), names[str(each.element_type)]) for each in types]
 
@@ -111,15 +132,18 @@ def _draw(key: Any, shape: tuple[int, ...], name: str) -> Any:
     return jnp.broadcast_to(jnp.arange(shape[-1] if shape else 1, dtype=dtype), shape or (1,)).reshape(shape)
 
 
-def _call(executable: Any, arguments: list[Any]) -> list[Any]:
+def _call(executable: Any, arguments: list[Any]) -> list[list[Any]]:
     """One call. A donated argument is replaced by a result of its shape, as a loop of training steps has it."""
-    results = [each[0] for each in executable.execute_sharded(arguments).disassemble_into_single_device_arrays()]
+    import jax
+
+    results = executable.execute_sharded(arguments).disassemble_into_single_device_arrays()
     unused = list(results)
     for i, argument in enumerate(arguments):
         if argument.is_deleted():
-            kind = (argument.shape, argument.dtype)
-            place = next(j for j, each in enumerate(unused) if (each.shape, each.dtype) == kind)
-            arguments[i] = unused.pop(place)
+            kind = (argument.sharding.shard_shape(argument.shape), argument.dtype)
+            place = next(j for j, each in enumerate(unused) if (each[0].shape, each[0].dtype) == kind)
+            own = unused.pop(place)
+            arguments[i] = jax.make_array_from_single_device_arrays(argument.shape, argument.sharding, own)
     return results
 
 
@@ -165,5 +189,5 @@ def _time(call: Callable[[], Any]) -> tuple[list[float], dict[str, str]]:
     return walls, gpu
 
 
-def _peak_bytes(device: Any) -> int:
-    return int((device.memory_stats() or {}).get("peak_bytes_in_use", 0))
+def _peak_bytes(devices: list[Any]) -> int:
+    return max(int((device.memory_stats() or {}).get("peak_bytes_in_use", 0)) for device in devices)

@@ -90,7 +90,7 @@ def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     if address := request.get("partitions"):
         ask_at(address)
     devices = find_devices(request)
-    device, count = devices[0], len(devices)
+    client, count = devices[0].client, len(devices)
     options = compiler.get_compile_options(
         num_replicas=1,
         num_partitions=count,
@@ -104,9 +104,9 @@ def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         if request["kind"] == "attached" or request.get("measure"):
             # Loading is what makes XLA tune on the GPU and link as it would for a run.
             with gpu_lock(request, alone=False):
-                executable = device.client.compile_and_load(module, **where)
+                executable = client.compile_and_load(module, **where)
         else:
-            executable = device.client.compile(module, **where)
+            executable = client.compile(module, **where)
         compiled = time.perf_counter() - started
         runner = load_runner() if request.get("measure") else None
         arguments = runner.argument_types(module) if runner else []
@@ -116,7 +116,7 @@ def compile_module(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         close_log(folder)
         try:
             with gpu_lock(request, alone=True):
-                run = runner.run(executable, arguments, device, folder) | {"compile_seconds": compiled}
+                run = runner.run(executable, arguments, devices, folder) | {"compile_seconds": compiled}
         except Exception as error:  # what was compiled can be analysed all the same
             run = {"error": f"{type(error).__name__}: {error}"}
     return {
@@ -182,16 +182,20 @@ def describe_gpu() -> dict[str, Any]:
 
 
 def find_devices(request: dict[str, Any]) -> list[Any]:
-    """The devices to compile for: described GPUs, the attached one, or the CPU."""
+    """The devices to compile for: described GPUs, attached ones, or CPUs."""
     import jax
     from jax.experimental import topologies
 
-    if request["kind"] == "cuda":
-        topology = topologies.get_topology_desc(
-            platform="cuda", topology=f"1x1x{request['devices']}", target_config=request["target_config"]
-        )
-        return list(topology.devices)
-    return jax.devices("cpu" if request["kind"] == "cpu" else "cuda")[:1]
+    kind, count = request["kind"], request["devices"]
+    if kind == "cuda":
+        config = request["target_config"]
+        return list(topologies.get_topology_desc(platform=kind, topology=f"1x1x{count}", target_config=config).devices)
+    if kind == "cpu":
+        jax.config.update("jax_num_cpu_devices", count)
+    found = jax.devices("cpu" if kind == "cpu" else "cuda")
+    if len(found) < count:
+        raise ValueError(f"the program is spread over {count} devices, and JAX sees {len(found)} here")
+    return found[:count]
 
 
 def versions() -> dict[str, str]:

@@ -10,11 +10,13 @@ from math import prod
 from hlo_analysis.hlo import Instruction, Module
 
 _NUMBERS = re.compile(r"\d+")
-_MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:\s*\{([^}]*)\})?")
 _SIZE = re.compile(r"'([^']*)'=(\d+)")
 _DEVICES = re.compile(r"\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _PART = re.compile(r"\.\d+$")
-_AXIS = re.compile(r"'([^']*)'(?::\(\d+\)(\d+))?")
+_AXIS = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
+_NAMELESS = re.compile(r"'axis_\d+'")
+"""XLA's names where it does not know those of the program's mesh."""
 
 
 def link_bytes(module: Module, instruction: Instruction, operand_bytes: int) -> int:
@@ -43,12 +45,19 @@ def link_bytes(module: Module, instruction: Instruction, operand_bytes: int) -> 
     return int(operand_bytes * factors.get(opcode, Fraction(0)))
 
 
-def mesh_of(module: Module) -> dict[str, int]:
-    """Returns the mesh's axes with their sizes, from the first collective that names them; {} if none does."""
-    for instruction in module.instructions.values():
-        if mesh := _MESH.search(instruction.attributes.get("replica_groups", "")):
-            return {name: int(size) for name, size in _SIZE.findall(mesh[1])}
-    return {}
+def mesh_of(module: Module, unoptimized: str | None = None) -> dict[str, int]:
+    """Returns the mesh's axes with their sizes; {} where nothing names them.
+
+    unoptimized: HLO text of the program before XLA partitions it, whose shardings have the names of the program. The
+    collectives of the final module may have names of XLA's.
+    """
+    groups = (instruction.attributes.get("replica_groups", "") for instruction in module.instructions.values())
+    named = filter(None, map(_MESH.search, (unoptimized or "", *groups)))
+    return next((_sizes_of(mesh) for mesh in named), {})
+
+
+def _sizes_of(mesh: re.Match[str]) -> dict[str, int]:
+    return {name: int(size) for name, size in _SIZE.findall(mesh[1])}
 
 
 def group_axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -59,9 +68,10 @@ def group_axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple
         mesh: sizes of the axes, for groups that list devices, whose numbers count along the last axis first.
     """
     text = instruction.attributes.get("replica_groups", "")
-    if named := _MESH.search(text):  # mesh['a'=2,'b'=4] {'b'}, where 'b':(1)2 is part of an axis
-        sizes = {name: int(size) for name, size in _SIZE.findall(named[1])}
-        parts = [(name, int(part) if part else sizes.get(name, 1)) for name, part in _AXIS.findall(named[2])]
+    named = _MESH.search(text)  # mesh['a'=2,'b'=4] {'b'}, where 'b':(1)2 is part of an axis
+    if named and not (mesh and _NAMELESS.search(text)):
+        sizes = _sizes_of(named)
+        parts = [(name, int(part) if part else sizes.get(name, 1)) for name, _, part in _AXIS.findall(named[2])]
     else:
         group = _first_group(text)
         if not group or max(group) >= prod(mesh.values()):
@@ -80,7 +90,15 @@ def group_axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple
 
 
 def _first_group(text: str) -> list[int]:
-    """Returns the devices of the first group of {{0,1},{2,3}} or of [groups,devices]<=[2,2]T(1,0)."""
+    """Returns the devices of the first group: of a mesh, of {{0,1},{2,3}} or of [groups,devices]<=[2,2]T(1,0)."""
+    if named := _MESH.search(text):
+        devices, sizes = [0], _sizes_of(named)
+        for name, before, part in _AXIS.findall(named[2]):
+            size = int(part or sizes[name])
+            behind = prod(list(sizes.values())[list(sizes).index(name) :])
+            stride = behind // (int(before or 1) * size)
+            devices = [device + place * stride for device in devices for place in range(size)]
+        return devices
     if iota := _DEVICES.search(text):
         shape, order = ([int(each) for each in part.split(",")] if part else [] for part in iota.group(2, 3))
         import numpy as np

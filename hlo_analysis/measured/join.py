@@ -2,7 +2,7 @@
 
 The kernels of a call come in launch order. A launch with a known kernel name must be where the table has it. Kernels
 between two such launches belong to the library calls between them, each of which may run several kernels. Copies that
-the profile names may run beside the kernels, and are found by name.
+the profile names and collectives may run beside the kernels: copies are found by name, collectives by their order.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from hlo_analysis.hotspots.times import timed
 from hlo_analysis.measured.profile import UNNAMED_GPU, KernelEvent, Profile
 from hlo_analysis.records import Analysis, Launch, LaunchKind, LaunchTime, Measured
 
-_ALWAYS_RUN: frozenset[LaunchKind] = frozenset({"cublas", "cublaslt", "cudnn", "collective", "mosaic", "jax_triton"})
+_ALWAYS_RUN: frozenset[LaunchKind] = frozenset({"cublas", "cublaslt", "cudnn", "mosaic", "jax_triton"})
 """Kinds of launches without a known kernel name that run at least one kernel; a custom call may run none."""
 _MOST_KERNELS = 8
 """The most kernels of one library call; more kernels with unknown names belong to another program."""
 _COMPILERS = ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 """Packages whose version decides what XLA compiles."""
 _COPY = "MemcpyD2D"
+_NCCL = "nccl"
+_UNKNOWN_COLLECTIVES = (
+    "The profile shows {} kernels of collectives in {} calls of {}: their times are not known, and not in the total."
+)
 _OF_THE_HOST = ("MemcpyH2D", "MemcpyD2H")
 
 
@@ -53,23 +57,57 @@ _Call = list[tuple[Launch, tuple[KernelEvent, ...] | None]]
 """A call's launches with their events; None where they cannot be told from those of the neighbouring launch."""
 
 
-def join(analysis: Analysis, profile: Profile, *, source: str = "profile") -> Measured:
-    """Finds the calls of the program in the profile, and returns the median time of each launch.
+def join(analysis: Analysis, *profiles: Profile, source: str = "profile") -> Measured:
+    """Finds the calls of the program in the profiles, one a GPU, and returns the median time of each launch.
 
-    Calls that the profile shows only in part are ignored, as are kernels of other programs between calls.
+    Calls that a profile shows only in part are ignored, as are kernels of other programs between calls. Of several GPUs
+    the times are those of the slowest, which has most work beside collectives. Collectives take their time on the GPU
+    where they are shortest: on others they also wait for it.
 
     Raises:
-      ProfileMismatchError: the profile shows no whole call of this program; says which launch differs first.
+      ProfileMismatchError: no profile shows a whole call of this program; says which launch differs first.
     """
+    found: list[Measured] = []
+    reasons: list[ProfileMismatchError] = []
+    for profile in profiles:
+        try:
+            found.append(_join(analysis, profile, source))
+        except ProfileMismatchError as error:
+            reasons.append(error)
+    if not found:
+        raise reasons[0]
+    collectives = {launch.index for launch in analysis.launches if launch.kind == "collective"}
+
+    def worked_us(measured: Measured) -> float:
+        own = (time for time in measured.launches if time.launch not in collectives)
+        return sum((time.median_us or 0.0) * analysis.launches[time.launch].repeat for time in own)
+
+    slowest = max(found, key=worked_us)
+    launches = (
+        min(times, key=lambda time: inf if time.median_us is None else time.median_us)
+        if own.launch in collectives
+        else own
+        for own, *times in zip(slowest.launches, *(each.launches for each in found), strict=True)
+    )
+    return replace(slowest, launches=tuple(launches))
+
+
+def _join(analysis: Analysis, profile: Profile, source: str) -> Measured:
     events = _own_events(analysis, profile)
     copied = {event.operation for event in events if event.name == _COPY}
     copies = {each.name: each for each in analysis.launches if each.kind == "copy" and each.name in copied}
-    slots = _slots([launch for launch in run_order(analysis.launches) if launch.name not in copies])
+    order = run_order(analysis.launches)
+    collectives = [launch for launch in order if launch.kind == "collective"]
+    slots = _slots([launch for launch in order if launch.name not in copies and launch.kind != "collective"])
     if not slots:
         raise ProfileMismatchError(f"{analysis.label} launches nothing that a profile could show")
     operations = frozenset(launch.name for launch in analysis.launches)
+    sent = [event for event in events if event.name.startswith(_NCCL)]
+    events = [event for event in events if not event.name.startswith(_NCCL)]
     in_order = [event for event in events if event.name != _COPY or event.operation not in copies]
     calls = _with_copies(_calls(slots, in_order, operations), events, copies)
+    calls = _with_collectives(calls, sent, collectives)
+    is_known = len(sent) == len(collectives) * len(calls)
     samples: dict[int, list[float]] = {}
     kernels: dict[int, tuple[str, ...]] = {}
     totals: list[float] = []
@@ -79,7 +117,9 @@ def join(analysis: Analysis, profile: Profile, *, source: str = "profile") -> Me
             kernels[launch.index] = tuple(event.name for event in own or ())
             if own:
                 samples.setdefault(launch.index, []).append(sum(event.duration_us for event in own))
-        totals.append(sum(event.duration_us for event in events))
+        others = [event for event in events if not event.name.startswith(_NCCL)]
+        alone = _busy_us(events) - _busy_us(others)  # collectives beside no other work
+        totals.append(sum(event.duration_us for event in others) + alone)
         gaps.append(_idle_us(events))
     return Measured(
         device=profile.device,
@@ -97,7 +137,21 @@ def join(analysis: Analysis, profile: Profile, *, source: str = "profile") -> Me
             )
             for index, names in sorted(kernels.items())
         ),
+        notes=() if is_known else (_UNKNOWN_COLLECTIVES.format(len(sent), len(calls), len(collectives)),),
     )
+
+
+def _with_collectives(
+    calls: Sequence[tuple[_Call, Sequence[KernelEvent]]], sent: Sequence[KernelEvent], launches: Sequence[Launch]
+) -> list[tuple[_Call, Sequence[KernelEvent]]]:
+    """Returns the calls with their collectives, whose kernels run beside the others and come in launch order."""
+    found: list[tuple[_Call, Sequence[KernelEvent]]] = []
+    is_known = len(sent) == len(launches) * len(calls)
+    for i, (call, events) in enumerate(calls):
+        own = sent[i * len(launches) : (i + 1) * len(launches)] if is_known else ()
+        timed = [(launch, (own[k],) if is_known else None) for k, launch in enumerate(launches)]
+        found.append((call + timed, sorted((*events, *own), key=lambda event: event.start_us)))
+    return found
 
 
 def _with_copies(
@@ -114,6 +168,11 @@ def _with_copies(
         copied: _Call = [(copies[event.operation], (event,)) for event in beside]
         found.append((call + copied, sorted((*own, *beside), key=lambda event: event.start_us)))
     return found
+
+
+def _busy_us(events: Sequence[KernelEvent]) -> float:
+    """Returns the time with a running kernel."""
+    return max(event.start_us + event.duration_us for event in events) - events[0].start_us - _idle_us(events)
 
 
 def _idle_us(events: Sequence[KernelEvent]) -> float:

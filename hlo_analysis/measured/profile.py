@@ -40,8 +40,8 @@ class Profile:
     events: tuple[KernelEvent, ...]
 
 
-def read_profile(path: str | Path) -> Profile:
-    """Reads the newest profile in a folder, or one `.xplane.pb` file, for the GPU that ran the most kernels.
+def read_profile(path: str | Path) -> tuple[Profile, ...]:
+    """Reads the newest profile in a folder, or one `.xplane.pb` file: of each GPU that ran kernels, most kernels first.
 
     Raises:
       DumpError: there is no profile, the profile was cut off, or it has no GPU.
@@ -58,12 +58,12 @@ def read_profile(path: str | Path) -> Profile:
             raise DumpError(f"{file} is no profile of jax.profiler, or it was cut off: {error}") from error
         planes = [plane for plane in data.planes if plane.name.startswith(_GPU_PLANE)]
         found = [Profile(device=_device(plane), events=_events(plane)) for plane in planes]
-    profile = max(found, key=lambda profile: len(profile.events), default=None)
-    if profile is None or not profile.events:
+    found = sorted((each for each in found if each.events), key=lambda each: len(each.events), reverse=True)
+    if not found:
         raise DumpError(
             f"{file} shows no kernel of a GPU; expected a profile of a run on one, as jax.profiler.trace writes it"
         )
-    return profile
+    return tuple(found)
 
 
 def _profile_file(path: Path) -> Path:

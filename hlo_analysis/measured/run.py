@@ -30,7 +30,7 @@ def measured_run(analysis: Analysis, capture: Capture) -> Analysis:
     gpu: Mapping[str, str] = run["gpu"]
     measured = Measured(
         device=run["device"],
-        source="a profiled run",
+        source="a profiled run" + (f" of {count} devices" if (count := run["devices"]) > 1 else ""),
         created=provenance.created,
         calls=0,
         kernel_us=None,
@@ -44,13 +44,14 @@ def measured_run(analysis: Analysis, capture: Capture) -> Analysis:
     try:
         if profile is None:
             raise DumpError(run.get("profile_error") or "the profiler wrote nothing")
-        joined = join(analysis, read_profile(profile))
+        joined = join(analysis, *read_profile(profile))
         measured = replace(
             measured,
             calls=joined.calls,
             kernel_us=joined.kernel_us,
             gap_us=joined.gap_us,
             launches=joined.launches,
+            notes=(*measured.notes, *joined.notes),
         )
     except DumpError as error:
         note = f"Only the wall clock was measured: {str(error).replace(str(profile), 'the profile')}."

@@ -200,8 +200,8 @@ def with_readers_scopes(launches: Sequence[LaunchRow]) -> list[LaunchRow]:
     def named(launch: LaunchRow) -> LaunchRow:
         if launch.kind != "collective" or launch.scope or launch.index not in scopes:
             return launch
-        scope, phase = scopes[launch.index]
-        return replace(launch, scope=scope, phase=phase)
+        scope, phase = own = scopes[launch.index]
+        return replace(launch, scope=scope, phase=phase, scopes=tuple(dict.fromkeys((own, *launch.scopes))))
 
     return [named(launch) for launch in launches]
 

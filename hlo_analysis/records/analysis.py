@@ -263,6 +263,12 @@ class Analysis:
         return busy + max(0, once - 1) * self.device.gap_us
 
     @property
+    def exposed_us(self) -> float | None:
+        """Returns the estimated time of collectives that no other launch hides; None without collectives."""
+        found = [each.exposed_us * each.repeat for each in self.launches if each.exposed_us is not None]
+        return sum(found) if found else None
+
+    @property
     def has_opaque_kernels(self) -> bool:
         """Whether any kernel is not XLA's and states no FLOPs."""
         return any(launch.kind in OPAQUE_KINDS and not launch.flops for launch in self.launches)

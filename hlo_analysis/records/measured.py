@@ -34,7 +34,7 @@ class Measured:
     calls: int
     """Number of calls over which `kernel_us` and the launches' times are medians."""
     kernel_us: float | None
-    """GPU time of all kernels of one call; None if only a clock was read, without a profile."""
+    """GPU time of all kernels of one call, of collectives what is beside no others; None if only a clock was read."""
     gap_us: float | None = None
     """Idle time of the GPU between the first and the last kernel of a call."""
     wall_us: float | None = None

@@ -90,6 +90,7 @@ def render_html(comparison: Comparison) -> str:
             is_gpu=shown is None or not shown.device.is_cpu,
             compiled_by="" if shown is None else sentences.compiled_by(shown.provenance),
             has_wall=any(result.wall_us is not None for result in comparison.strategies),
+            has_links=any(each.analysis and each.analysis.exposed_us is not None for each in comparison.strategies),
             has_numerics=any(result.numerics is not None for result in comparison.strategies),
             data=Markup(embedded_json(payload(comparison, ptx))),
             ptx=Markup(embedded_json(ptx)),

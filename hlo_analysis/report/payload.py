@@ -151,6 +151,7 @@ def totals(result: StrategyResult, analysis: Analysis) -> dict[str, float | None
         "between": analysis.traffic.intermediate_bytes,
         "roofline": round(analysis.roofline_us, 3),
         "estimate": round(analysis.estimated_us, 3),
+        "exposed": analysis.exposed_us,
         "peak": sentences.peak_bytes(analysis),
         "measured": result.measured_us,
         "wall": result.wall_us,

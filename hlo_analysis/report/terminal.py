@@ -119,6 +119,7 @@ def strategy_table(comparison: Comparison, *, left_out: Sequence[str] = ()) -> T
     units = units_of(comparison)
     has_time = any(result.measured_us is not None for result in comparison.strategies)
     has_wall = any(result.wall_us is not None for result in comparison.strategies)
+    has_links = any(each.analysis and each.analysis.exposed_us is not None for each in comparison.strategies)
     headings = {
         "launches": "launches\ncounted",
         "kinds": "by kind\ncounted",
@@ -126,6 +127,7 @@ def strategy_table(comparison: Comparison, *, left_out: Sequence[str] = ()) -> T
         **({"saved": "saved\ncounted"} if comparison.unfused else {}),
         "roofline": f"roofline {units.time.name}\nestimated",
         "estimate": f"estimate {units.time.name}\nestimated",
+        **({"exposed": f"of it links {units.time.name}\nestimated"} if has_links else {}),
         "peak": f"peak {units.memory.name}\ncounted",
         **({"time": f"time {units.time.name}\nmeasured"} if has_time else {}),
         **({"wall": f"wall {units.time.name}\nmeasured"} if has_wall else {}),
@@ -167,6 +169,7 @@ def _cells(comparison: Comparison, result: StrategyResult, base: Analysis | None
         if sentences.is_lower_bound(analysis, base)
         else _with_change(units.time.show(roofline), roofline, against and against.roofline_us),
         "estimate": sentences.time_text(analysis.estimated_us, analysis, base, units.time),
+        "exposed": units.time.show(analysis.exposed_us),
         "peak": units.memory.show(sentences.peak_bytes(analysis)),
         **measured,
     }

@@ -25,10 +25,10 @@ from pallas_kernels.specs import Static
 
 
 def is_explicit() -> bool:
-    """Returns whether all axes of the current mesh that have several devices are explicit."""
+    """Returns whether all axes of the current mesh are explicit; those of one device do not count beside others."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = {kind for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if size > 1}
-    return kinds == {AxisType.Explicit} and not mapped_mesh_axes()
+    return (kinds or set(mesh.axis_types)) == {AxisType.Explicit} and not mapped_mesh_axes()
 
 
 @contextmanager

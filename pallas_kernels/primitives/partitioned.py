@@ -102,16 +102,13 @@ def call_operation(
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     arrays = [leaves[place] for place in places]
 
-    def unsettled(*arrays: Any, **given: Any) -> Any:
+    def call(*arrays: Any, **given: Any) -> Any:
         merged = list(leaves)
         for place, array in zip(places, arrays, strict=True):
             merged[place] = array
         args, kwargs = jax.tree.unflatten(structure, merged)
-        return function(*args, **{**kwargs, **given})
-
-    def call(*arrays: Any, **given: Any) -> Any:
         with assigned(_settled, operation):
-            return unsettled(*arrays, **given)
+            return function(*args, **{**kwargs, **given})
 
     if is_settled(operation):
         return function(*args, **kwargs)
@@ -124,8 +121,8 @@ def call_operation(
     reference = partial(call, implementation="xla")
     if dimensions is not None and is_explicit() and any(any(jax.typeof(leaf).sharding.spec) for leaf in arrays):
         with on_one_device():
-            with assigned(_open_to, operation), contextlib.suppress(KernelChosen):  # checks and records the call
-                jax.eval_shape(unsettled, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays))
+            with assigned(_open_to, operation), contextlib.suppress(KernelChosen):  # checks the call
+                jax.eval_shape(call, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays))
             shared = shared_by(operation, dimensions, function, call, reference, (args, kwargs), places)
         if shared is not None:
             return by_explicit_axes(shared, partial(_warn_of, operation, source_info_util.current().traceback))(*arrays)

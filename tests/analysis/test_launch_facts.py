@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.hlo.attributes import dot_dimensions, integers, interior_padding, slice_strides, window_size
-from hlo_analysis.program.facts import facts_of
-from hlo_analysis.program.launch_rows import scopes_of
+from hlo_analysis.program.facts import LaunchRow, facts_of
+from hlo_analysis.program.launch_rows import scopes_of, with_readers_scopes
+from hlo_analysis.records.launches import Value
 
 TEXT = """HloModule m
 
@@ -52,3 +56,12 @@ def test_scopes_leave_out_enclosing_ones_and_instructions_without_work() -> None
     facts = facts_of(module, module.entry.root_instruction)
     own = ("block/norm", "forward")
     assert scopes_of(facts, own) == (own, ("block/mlp/gate", "backward"))
+
+
+def test_a_gather_without_a_scope_takes_its_readers_among_its_scopes() -> None:
+    own: tuple[str, Any] = ("block/mlp", "backward")
+    given = Value(name="w", shape="f32[8]", bytes=32, producer=0)
+    gather = LaunchRow(index=0, thunk_id=0, name="w", kind="collective", computation="main")
+    reader = replace(gather, index=1, kind="cublas", scope=own[0], phase=own[1], inputs=(given,))
+    gather, _ = with_readers_scopes([replace(gather, scopes=(("block", "forward"),)), reader])
+    assert (gather.scope, gather.phase, gather.scopes) == (*own, (own, ("block", "forward")))

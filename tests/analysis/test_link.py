@@ -6,7 +6,7 @@ import pytest
 
 from hlo_analysis import parse_module
 from hlo_analysis.costs.flops import Flops
-from hlo_analysis.costs.link import group_axes, group_size, link_bytes
+from hlo_analysis.costs.link import group_axes, group_size, link_bytes, mesh_of
 from hlo_analysis.costs.roofline import bound
 from hlo_analysis.targets import load_target, target_names
 
@@ -61,11 +61,21 @@ def test_spellings_of_groups(groups: str, devices: int):
         ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", (("a", 2),)),
         ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ()),  # half of an axis
         ("replica_groups={}", ()),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", (("b", 4),)),
+        ("replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}", (("a", 2),)),
+        ("replica_groups=mesh['axis_0'=8] {'axis_0':(2)4}", (("b", 4),)),
     ],
 )
 def test_axes_of_groups(groups: str, axes: tuple[tuple[str, int], ...]):
     module = parse_module(MODULE.format(opcode="all-reduce", groups=groups, reducer=", to_apply=%add"))
     assert group_axes(module.entry.root_instruction, {"a": 2, "b": 4}) == axes
+
+
+def test_the_programs_names_of_axes_go_before_xlas():
+    groups = "replica_groups=mesh['axis_0'=8] {'axis_0'}"
+    module = parse_module(MODULE.format(opcode="all-reduce", groups=groups, reducer=", to_apply=%add"))
+    assert mesh_of(module) == {"axis_0": 8}
+    assert mesh_of(module, "%x = f32[8] parameter(0), sharding={mesh['a'=2,'b'=4], [{'a'}]}") == {"a": 2, "b": 4}
 
 
 @pytest.mark.parametrize(

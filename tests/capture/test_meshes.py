@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from hlo_analysis import analyze
 from hlo_analysis.capture import capture
 from hlo_analysis.capture.lowering import lower
+from hlo_analysis.capture.meshes import devices_of
 from hlo_analysis.errors import CaptureError
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.targets import load_target
-from pallas_kernels import rms_norm
+from pallas_kernels import linear, rms_norm
 
 ROWS = jax.ShapeDtypeStruct((64, 128), jnp.float32)
 
@@ -175,6 +183,14 @@ def test_calls_that_python_cuts_are_compiled_for_their_parts(compiler: None) -> 
     assert parse_module(captured.require("final_hlo")).entry.parameters[0].shape.dimensions == (2, 256, 512)
 
 
+def test_kernels_that_devices_share_state_the_products_of_their_parts(compiler: None) -> None:
+    """XLA's partitioner drops the attribute that says so."""
+    x, w = over(FOUR, PartitionSpec("data"), (512, 256)), over(FOUR, PartitionSpec(), (256, 128))
+    product = functools.partial(linear, activation="gelu", implementation="mosaic")
+    (launch,) = analyze(capture(product, x, w)).launches
+    assert (launch.kind, launch.flops) == ("mosaic", 2 * 256 * 256 * 128)
+
+
 def test_gradients_lie_as_their_arguments_do(compiler: None) -> None:
     """A weight cut over devices has its gradient scattered over them, not summed on each."""
     x, w = over(FOUR, PartitionSpec("data"), (64, 128)), over(FOUR, PartitionSpec("data", "tensor"), (128, 256))
@@ -217,6 +233,37 @@ def test_an_array_on_one_device_is_its_shape_alone() -> None:
     assert lower(jnp.sin, (jnp.ones((4, 4)),), target=load_target("h200")).devices == 1
 
 
-def test_the_cpu_is_one_device() -> None:
-    with pytest.raises(CaptureError, match="spread over 4 devices, which only a named GPU target compiles for"):
-        capture(gathered(4), ROWS, target="cpu")
+def test_attached_gpus_are_told_which_parts_kernels_take() -> None:
+    attached = replace(load_target("attached"), device_kind="NVIDIA H200", core_count=132, compute_capability=(9, 0))
+    arguments = over(FOUR, PartitionSpec("data"), (64, 128)), over(FOUR, PartitionSpec(), (128,))
+    with warnings.catch_warnings(action="error"):
+        lowered = lower(rms_norm, arguments, target=attached)
+    assert lowered.devices == 4
+    assert b"CustomSPMDPartitioning" in lowered.bytecode
+
+
+def test_cpus_run_a_program_over_a_mesh() -> None:
+    x, w = over(FOUR, PartitionSpec(None, "data"), (64, 128)), over(FOUR, PartitionSpec("data"), (128, 64))
+    rows = np.arange(64)[::-1].astype(np.int32)
+
+    def step(x: jax.Array, w: jax.Array, count: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.sin(x)[rows] @ w, count + 1
+
+    count = jax.ShapeDtypeStruct((8,), jnp.float32)
+    analysis = analyze(capture(jax.jit(step, donate_argnums=2), x, w, count, rows, target="cpu", measure=True))
+    assert [launch.axes for launch in analysis.launches if launch.kind == "collective"] == [(("data", 2),)]
+    assert analysis.measured is not None
+    assert (analysis.measured.source, analysis.measured.wall_us is None) == ("a profiled run of 4 devices", False)
+
+
+def test_threads_share_the_devices_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = topologies.get_topology_desc
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.1)  # so that the other thread asks meanwhile
+        return made(*args, **kwargs)
+
+    monkeypatch.setattr(topologies, "get_topology_desc", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda target: devices_of(target, 3), [load_target("h200")] * 2)
+    assert one is other

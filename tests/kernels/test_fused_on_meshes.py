@@ -14,22 +14,40 @@ from programs import gemma
 
 import xlafuse
 from xlafuse.fusion import Report
+from xlafuse.fusion.worth import COPIES
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 ONE = AbstractMesh((1,), ("one",), axis_types=(AxisType.Auto,), abstract_device=H200)
 
 
-def test_a_site_names_the_explicit_axes_that_cut_its_arrays():
-    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Explicit,), abstract_device=H200)
+def fused_over(devices: int, function: Any, *arguments: tuple[Any, Any, Any]) -> Report:
+    """Traces a function of arguments (shape, dtype, spec) over an explicit mesh, and returns the report."""
+    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Explicit,), abstract_device=H200)
     told: list[Report] = []
     with jax.sharding.use_abstract_mesh(mesh):
-        x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
-        scale = jax.ShapeDtypeStruct((4096,), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-        jax.eval_shape(xlafuse.fuse(gemma.rms_norm, report=told.append), x, scale)
-    (site,) = told[0].taken
+        structs = [jax.ShapeDtypeStruct(*each, sharding=NamedSharding(mesh, spec)) for *each, spec in arguments]
+        jax.eval_shape(xlafuse.fuse(function, report=told.append), *structs)
+    return told[0]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_site_names_the_explicit_axes_that_cut_its_arrays(devices):
+    rows, scale = ((8192, 4096), jnp.bfloat16, P("data")), ((4096,), jnp.bfloat16, P())
+    (site,) = fused_over(devices, gemma.rms_norm, rows, scale).taken
     assert (site.operation, site.implementation) == ("rms_norm", "mosaic")
-    assert site.parts == "x (4096, 4096) by data, scale (4096,) whole"
+    assert site.parts == f"x ({8192 // devices}, 4096) by data, scale (4096,) whole"
     assert str(site).endswith(f"mosaic on {site.parts}")
+
+
+def test_what_a_kernel_copies_is_compared_with_one_devices_parts():
+    def function(x, w, bias):
+        return jax.nn.gelu(x @ w.astype(x.dtype) + bias)
+
+    x, w, bias = ((4096, 1024), jnp.bfloat16, P("data")), ((1024, 8192), jnp.float32, P()), ((8192,), jnp.bfloat16, P())
+    (site,) = fused_over(2, function, x, w, bias).taken  # keeps 2048 x 8192, and copies the weights
+    assert site.operation == "linear"
+    (refused,) = fused_over(8, function, x, w, bias).refused  # would keep 512 x 8192
+    assert refused.reason == COPIES
 
 
 AXES = {"query": P(None, "t"), "key": P(None, "t"), "value": P(None, "t"), "out": P("t"), "down": P("t")}

@@ -63,8 +63,12 @@ def profile(names: Iterable[str], times: Sequence[float] = (), gap: float = 1.0)
     return Profile(device="NVIDIA H200", events=tuple(events))
 
 
-def xspace(events: Sequence[KernelEvent]) -> str:
-    """The text of an XSpace with these events on one GPU, as `jax.profiler` would write it."""
+def xspace(*gpus: Sequence[KernelEvent]) -> str:
+    """The text of an XSpace with the events of each GPU, as `jax.profiler` would write it."""
+    return "planes { name: '/host:CPU' }\n" + "".join(_plane(number, events) for number, events in enumerate(gpus))
+
+
+def _plane(number: int, events: Sequence[KernelEvent]) -> str:
     names = {event.name: i for i, event in enumerate(events, start=1)}
     lines = "".join(
         f"events {{ metadata_id: {names[e.name]} offset_ps: {round(e.start_us * 1e6)} "
@@ -80,8 +84,7 @@ def xspace(events: Sequence[KernelEvent]) -> str:
         for i, name in enumerate(("hlo_op", "hlo_module", "gpu_device_name"), start=1)
     )
     return (
-        "planes { name: '/host:CPU' }\n"
-        "planes { name: '/device:GPU:0'\n"
+        f"planes {{ name: '/device:GPU:{number}'\n"
         f"lines {{ name: 'Stream #7(Kernel)' timestamp_ns: 1790000000000000000\n{lines}}}\n"
         f"lines {{ name: 'XLA Ops' events {{ metadata_id: 1 offset_ps: 0 duration_ps: 9 }} }}\n"
         f"{metadata}{stats}stats {{ metadata_id: 3 str_value: 'NVIDIA H200' }} }}\n"
@@ -99,4 +102,11 @@ def as_run(compiled: Capture, run: dict[str, Any], kernels: list[str] | None = N
     return Capture(compiled.path, replace(compiled.manifest, files=files))
 
 
-RUN = {"device": "NVIDIA H200", "walls_us": [33.0] * 9, "peak_bytes": 1 << 20, "compile_seconds": 2.0, "gpu": {}}
+RUN = {
+    "device": "NVIDIA H200",
+    "devices": 1,
+    "walls_us": [33.0] * 9,
+    "peak_bytes": 1 << 20,
+    "compile_seconds": 2.0,
+    "gpu": {},
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,15 @@ from jax.profiler import ProfileData
 from profiles import launch, profile, program, xspace
 
 from hlo_analysis.errors import DumpError
-from hlo_analysis.measured import ProfileMismatchError, join, read_profile, trace_events, with_measured
+from hlo_analysis.measured import (
+    KernelEvent,
+    Profile,
+    ProfileMismatchError,
+    join,
+    read_profile,
+    trace_events,
+    with_measured,
+)
 from hlo_analysis.schema import from_json, to_json
 
 MLP = program(
@@ -106,13 +115,41 @@ def test_only_the_kernels_of_the_program_count():
     assert measured.calls == 2
 
 
+def with_sums(times: Sequence[float], sums: float) -> Profile:
+    """Two calls of MLP on a GPU, in each of which a sum over GPUs starts with the third kernel."""
+    events = profile(CALL * 2, times).events
+    beside = [
+        KernelEvent(name="ncclDevKernel_AllReduce", start_us=e.start_us - 0.5, duration_us=sums) for e in events[2::4]
+    ]
+    return Profile(device="NVIDIA H200", events=tuple(sorted((*events, *beside), key=lambda e: e.start_us)))
+
+
+def test_several_gpus_have_the_times_of_the_slowest_and_links_those_of_the_last_to_come():
+    summed = replace(MLP, launches=(*MLP.launches, launch(4, "all-reduce.1", "collective")))
+    fast, slow = with_sums([1, 10, 2, 20], sums=19), with_sums([1, 12, 2, 24], sums=4)
+    measured = join(summed, fast, profile(["other"] * 9), slow)
+    assert medians(measured) == {0: 1, 1: 12, 2: 2, 3: 24, 4: 4}
+    # The sum is alone half a microsecond before gelu and half a one between gelu and the product behind it.
+    assert (measured.kernel_us, measured.gap_us) == (1 + 12 + 2 + 24 + 1.5, 1.5)
+    assert [each.measured_us for each in with_measured(summed, measured).launches] == [1, 12, 2, 24, 4]
+
+
+def test_kernels_of_collectives_that_do_not_fit_have_no_times():
+    measured = join(replace(MLP, launches=(*MLP.launches, launch(4, "sum", "collective"))), profile(CALL * 2))
+    assert medians(measured) == {0: 5, 1: 5, 2: 5, 3: 5, 4: None}
+    assert measured.notes == (
+        "The profile shows 0 kernels of collectives in 2 calls of 1: their times are not known, and not in the total.",
+    )
+
+
 def test_reads_what_jax_profiler_writes(tmp_path: Path):
     events = profile([f"{name}@op" for name in CALL * 2], [4.25]).events
-    data = ProfileData.text_proto_to_serialized_xspace(xspace(events))
+    data = ProfileData.text_proto_to_serialized_xspace(xspace(events[:4], events))
     folder = tmp_path / "plugins" / "profile" / "2026"
     folder.mkdir(parents=True)
     (folder / "vm.xplane.pb").write_bytes(data)
-    found = read_profile(tmp_path)
+    found, fewer = read_profile(tmp_path)
+    assert len(fewer.events) == 4
     assert found.device == "NVIDIA H200"
     assert [(e.name, e.operation, e.module) for e in found.events] == [(e.name, "op", "jit_f") for e in events]
     assert join(MLP, found).kernel_us == pytest.approx(4 * 4.25, abs=0.01)
@@ -134,7 +171,7 @@ def test_kernels_that_overlap_leave_no_gap():
 
 def test_a_profile_of_an_h200_in_a_command_buffer():
     """Of llama3-8b's forward pass at 1x512 under `best`: the GPU's part of what jax.profiler wrote."""
-    recorded = read_profile(Path(__file__).parent / "data" / "h200-1x512-best.xplane.pb")
+    (recorded,) = read_profile(Path(__file__).parent / "data" / "h200-1x512-best.xplane.pb")
     names = ["qkv_projection", "attention", "linear", "rms_norm", "gated_linear", "linear"]
     kernels = [f"{name}_mosaic_gpu_kernel" for name in ("rms_norm", *names)]
     block = program(launch(0, "loop_select_fusion"), *(launch(i, each, "mosaic") for i, each in enumerate(kernels, 1)))

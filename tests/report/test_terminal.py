@@ -48,6 +48,18 @@ def test_counted_and_estimated_stand_in_the_heads(comparison: Comparison):
     assert head.split() == ["strategy", *["counted"] * 4, "estimated", "estimated", "counted"]
 
 
+def test_waits_for_collectives_stand_beside_the_estimates(comparison: Comparison):
+    first, *others = comparison.strategies
+    assert first.analysis is not None
+    launch, *rest = first.analysis.launches
+    waiting = replace(first.analysis, launches=(replace(launch, kind="collective", exposed_us=1234.5), *rest))
+    made = replace(comparison, strategies=(replace(first, analysis=waiting), *others))
+    lines = [line.split() for line in _printed(made, 160).splitlines()]
+    assert next(line for line in lines if line[:1] == ["unfused"])[-2] == "1.23"
+    assert next(line for line in lines if line[:1] == ["pallas"])[-2] == "–"
+    assert "Of it links, ms" in render_html(made)
+
+
 def test_what_was_measured_stands_beside_the_estimates(comparison: Comparison):
     text = _printed(with_times(comparison), 160)
     head = next(line for line in text.splitlines() if line.strip().startswith("strategy"))

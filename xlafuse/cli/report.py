@@ -271,8 +271,8 @@ def _layout(request: Request) -> Layout | None:
         return None
     if request.mesh is None or request.parallel is None:
         raise InputError("--mesh AXIS=N,... and --parallel dp|fsdp|tp|sp go together")
-    if request.fn is not None or request.measure or request.capture:
-        raise InputError("--mesh shards a block for a described target: leave out --fn, --measure and --capture")
+    if request.fn is not None or request.capture:
+        raise InputError("--mesh shards a block: leave out --fn, whose --args have shardings, and --capture")
     return layout_of(parse_mesh(request.mesh), request.parallel)
 
 

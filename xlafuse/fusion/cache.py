@@ -59,11 +59,7 @@ def rewritten(closed: Any, inputs: Sequence[Any], choices: Choices, source: Any)
 def _rewritten(request: _Request) -> Rewritten:
     plan = make_plan(request.closed.jaxpr, request.choices)
     made: dict[Site, Choice] = {}
-
-    def keep(site: Site, choice: Choice) -> None:
-        made[site] = choice if choice.parts or site not in made else made[site]
-
-    program = jax.make_jaxpr(lambda *inputs: evaluate(plan, inputs, keep))(*request.avals)
+    program = jax.make_jaxpr(lambda *inputs: evaluate(plan, inputs, made.setdefault))(*request.avals)
     return Rewritten(plan, program, jax.jit(jex.jaxpr_as_fun(program), inline=True), made)
 
 

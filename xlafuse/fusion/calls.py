@@ -16,7 +16,7 @@ from xlafuse.fusion.graph import Value
 from xlafuse.fusion.site import Site
 
 OnChoice = Callable[[Site, Choice], object] | None
-"""Called with each site and what its operation chose, of the whole arrays before one device's parts of them."""
+"""Called with each site and what its operation chose, of one device's parts where explicit mesh axes cut the arrays."""
 
 
 @dataclass(frozen=True)

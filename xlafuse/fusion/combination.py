@@ -8,7 +8,7 @@ from typing import Any
 from pallas_kernels.primitives.platform import target_device
 from xlafuse.fusion.binding import Binding, is_permuted, is_whole
 from xlafuse.fusion.graph import Equation, Graph, Value, behind, readers
-from xlafuse.fusion.site import Site, implementation_of
+from xlafuse.fusion.site import Site, implementation_of, structs_of
 from xlafuse.fusion.spellings import OPERATIONS, Choices
 from xlafuse.fusion.worth import copies_more
 
@@ -73,7 +73,8 @@ class Combination:
 
     def implementation(self, site: Site) -> str | None:
         """Returns the implementation that a site's operation takes; None where it refuses the arguments."""
-        arrays = tuple((name, each.shape, each.missing, str(each.value.dtype)) for name, each in site.arrays.items())
+        structs = structs_of(site).items()
+        arrays = tuple((name, each.shape, each.dtype, each.sharding) for name, each in structs)
         key = (site.operation, arrays, repr(sorted(site.options.items())), repr(site.prepare))
         if key not in self._implementations:
             self._implementations[key] = implementation_of(site)

@@ -39,6 +39,12 @@ class Value:
         self.dtype = self.aval.dtype
         self.primitive = self.equation.primitive if self.equation else ""
 
+    @property
+    def sharding(self) -> Any:
+        """Returns how explicit mesh axes cut it, or None; a trace does not see automatic axes."""
+        sharding = getattr(self.aval, "sharding", None)
+        return sharding if sharding is not None and any(sharding.spec) else None
+
 
 @dataclass(eq=False)
 class Equation:

@@ -16,7 +16,7 @@ from pallas_kernels.dispatch import Choice, choice, listening
 from pallas_kernels.primitives.gradients import differentiated_as
 from pallas_kernels.primitives.platform import varying_alike
 from pallas_kernels.primitives.sharing import described
-from xlafuse.fusion.binding import Binding, is_permuted
+from xlafuse.fusion.binding import Binding, is_permuted, laid_out
 from xlafuse.fusion.graph import Equation, Value, is_free
 
 NORMS = ("rms_norm", "layer_norm")
@@ -163,12 +163,16 @@ def choice_of(site: Site) -> Choice | None:
 
 
 def structs_of(site: Site) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of a site's arrays, as `call` is given them."""
+    """Returns the types of a site's arrays, as `call` is given them; explicit mesh axes are among their shardings."""
     structs = {}
     for name, binding in site.arrays.items():
-        keeps = name in site.broadcasting
+        given, keeps = binding.value, name in site.broadcasting
         shape = tuple(1 if keeps and axis in binding.missing else size for axis, size in enumerate(binding.shape))
-        structs[name] = jax.ShapeDtypeStruct(shape, binding.value.dtype)
+        struct = jax.ShapeDtypeStruct(shape, given.dtype)
+        if given.sharding is not None:
+            cut = jax.ShapeDtypeStruct(given.shape, given.dtype, sharding=given.sharding)
+            struct = jax.eval_shape(functools.partial(laid_out, binding, keeps_missing=keeps), cut)
+        structs[name] = struct
     return structs
 
 
