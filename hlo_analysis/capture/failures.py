@@ -13,6 +13,8 @@ _NO_SUCH_OPTION = re.compile(r"No such compile option: '([^']*)'")
 # XLA looks for both in CUDA's folder, and the nvidia-cuda-nvcc wheel brings both.
 _TOOLCHAIN = ("ptxas", "libdevice")
 _SENTENCE_LENGTH = 300
+_PARTITIONER = re.compile(r"custom_partitioner: Traceback.*?\nRuntimeError: ([^\n]*)", re.DOTALL)
+"""What the process that knows how calls are cut answered; see `partitions.py`."""
 
 
 def is_toolchain_failure(error: str) -> bool:
@@ -42,4 +44,6 @@ def compile_error(result: Mapping[str, Any], target: Target, last_words: str) ->
         )
     if "RESOURCE_EXHAUSTED" in message or "out of memory" in message.lower():
         return CaptureError(f"XLA ran out of memory while compiling for {target.name}: {message}")
+    if answer := _PARTITIONER.search(message):
+        return CaptureError(f"{answer[1]} (a call on one device's parts, as XLA cuts them for {target.name})")
     return CaptureError(f"XLA could not compile for {target.name}: {message.strip()}", last_words=last_words)

@@ -16,7 +16,7 @@ import pytest
 from capture_programs import FLOATS, INTEGERS, LAYER_ARGUMENTS, layer
 
 from hlo_analysis.capture import Capture, capture, process
-from hlo_analysis.capture.failures import first_sentence
+from hlo_analysis.capture.failures import compile_error, first_sentence
 from hlo_analysis.capture.lowering import lower
 from hlo_analysis.errors import CaptureError, DumpError, UnknownOptionError, UnknownTargetError
 from hlo_analysis.targets import Target, load_target
@@ -119,6 +119,12 @@ def test_unknown_target_shows_the_nearest() -> None:
 def test_attached_without_a_gpu() -> None:
     with pytest.raises(UnknownTargetError, match="needs an NVIDIA GPU, and this machine shows none"):
         capture(add_one, FLOATS, target="attached")
+
+
+def test_what_a_call_says_of_its_parts_is_told_without_the_workers_traceback() -> None:
+    said = "INTERNAL: custom_partitioner: Traceback (most recent call last):\n File\nRuntimeError: ValueError: no.\nAt"
+    error = compile_error({"error": said}, load_target("h200"), "")
+    assert str(error) == "ValueError: no. (a call on one device's parts, as XLA cuts them for h200)"
 
 
 def test_a_segfault_of_xla_is_an_error_here(compiler: None, temporary_folders) -> None:
