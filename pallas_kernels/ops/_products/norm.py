@@ -138,16 +138,18 @@ def after_norm(
     differentiable: computes the product from normalised rows and the operands. forward: computes it from rows, the
     operands and `before_product`'s keywords, in the configuration `config`.
     """
-    apart = usual_promotion(lambda x, norm, *operands: differentiable(normalised(norm, x), *operands))
+
+    def apart(x, norm, *operands):
+        return differentiable(normalised(norm, x), *operands)
 
     def together(x, norm, *operands):
         rows, options = before_product(norm, x, config)
         return forward(rows, *operands, **options)
 
-    return differentiated_as(apart, usual_promotion(together))(x, norm, *operands)
+    return differentiated_as(apart, together)(x, norm, *operands)
 
 
-@usual_promotion
+@usual_promotion()
 def fold_scale(norm: Norm, *weights: jax.Array) -> tuple[Norm, tuple[jax.Array, ...]]:
     """Folds a norm's scale into the rows of the weights after it.
 

@@ -19,8 +19,9 @@ from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.exponents import LOWEST_SCORE
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation, usual_promotion
+from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16")
 
@@ -193,7 +194,7 @@ def _mosaic_fwd(problem, returns_lse, query, key, value, extras):
     return (out, lse), (query, key, value, out, lse, extras)
 
 
-@usual_promotion
+@usual_promotion()
 def _mosaic_bwd(problem, returns_lse, saved, cotangents):
     query, key, value, out, lse, extras = saved
     dout, dlse = cotangents

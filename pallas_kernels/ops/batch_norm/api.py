@@ -14,8 +14,8 @@ from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays, check_features
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation
 
 MOST_XLA_ROWS = 64
 """Up to this number of rows, XLA computes the statistics, the result and the gradient: for 4096 features of 16 bits it

@@ -14,9 +14,9 @@ from pallas_kernels.primitives.checks import as_arrays, check_features, check_li
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.gradients import with_backward
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.random import of_part
-from pallas_kernels.primitives.settings import operation
 
 _FEW_COLUMNS = 192
 """Up to this number of float32 columns XLA is faster: 7553x136 takes 2.8 µs, by the kernel 4.0, with gradients 7.7 and

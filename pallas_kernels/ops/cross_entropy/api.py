@@ -15,9 +15,9 @@ from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_backward, 
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds, wide_labels
 from pallas_kernels.primitives.checks import as_arrays, check_floating, finite_number, static_integer, static_number
 from pallas_kernels.primitives.dimensions import shares
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
-from pallas_kernels.primitives.settings import operation
 
 Reduction = Literal["none", "sum", "mean"]
 IGNORED = -1

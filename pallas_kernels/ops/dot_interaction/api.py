@@ -18,9 +18,9 @@ from pallas_kernels.primitives.checks import as_arrays, check_floating, static_f
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import DTYPES
 from pallas_kernels.primitives.gradients import with_backward
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
 from pallas_kernels.primitives.rows import THREADS
-from pallas_kernels.primitives.settings import operation
 
 MOST_FEATURES = 512
 """The largest vector size: 64 vectors of it take 64 KiB of shared memory."""

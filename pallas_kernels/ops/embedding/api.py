@@ -18,9 +18,9 @@ from pallas_kernels.ops.embedding.reference import embedding_reference, gather_r
 from pallas_kernels.primitives.checks import as_arrays, as_int32, check_lookup, check_width
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gradients import with_backward
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import MOSAIC_DTYPES, dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
-from pallas_kernels.primitives.settings import operation
 
 MODES = ("fill", "clip", "promise_in_bounds")
 _MOST_INDICES = 2**30 - 1

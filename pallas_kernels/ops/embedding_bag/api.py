@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.primitives.checks import as_arrays, as_int32, check_floating, check_lookup, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
-from pallas_kernels.primitives.settings import operation
+from pallas_kernels.primitives.operation import operation
 
 MODES = ("sum", "mean")
 

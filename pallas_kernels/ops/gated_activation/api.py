@@ -15,8 +15,8 @@ from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, check_floating, check_like, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation
 
 
 def _dimensions(arguments: Mapping[str, Any]) -> str:

@@ -29,8 +29,8 @@ from pallas_kernels.primitives.checks import as_arrays, optional_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.gemm.row_blocks import RowBlock
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation
 
 
 def _in_place(arguments: Mapping[str, Any], written: RowBlock) -> jax.Array:

@@ -19,8 +19,8 @@ from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, as_int32, optional_arrays, static_flag
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES, FEWEST_OUTPUTS
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation
 
 
 def _dimensions(arguments: Mapping[str, Any]) -> str:

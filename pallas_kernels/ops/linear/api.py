@@ -24,15 +24,15 @@ from pallas_kernels.ops.linear.reference import (
     linear_reference,
     linear_residual_norm_reference,
 )
+from pallas_kernels.primitives.call import is_open
 from pallas_kernels.primitives.checks import as_arrays
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.gemm.row_blocks import RowBlock
 from pallas_kernels.primitives.odd_sizes import matmul
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.overlapped import is_overlapping
-from pallas_kernels.primitives.partitioned import is_open
 from pallas_kernels.primitives.platform import varying_alike
-from pallas_kernels.primitives.settings import operation
 from pallas_kernels.primitives.triton_calls import triton_missing
 
 

@@ -40,8 +40,8 @@ from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import COLUMNS, FEWEST_OUTPUTS, operands_unsupported
 from pallas_kernels.primitives.hopper import TMA_ROWS
 from pallas_kernels.primitives.odd_sizes import MATRICES, matmul, padding_of
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation
 from pallas_kernels.specs import Static
 
 Arrays = tuple[jax.Array, jax.Array, jax.Array]

@@ -19,8 +19,8 @@ from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.gradients import with_backward
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import varying_alike
-from pallas_kernels.primitives.settings import operation
 
 MOST_RANK = 128
 

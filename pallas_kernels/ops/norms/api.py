@@ -31,9 +31,9 @@ from pallas_kernels.primitives.checks import (
     static_flag,
 )
 from pallas_kernels.primitives.dimensions import shares
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
-from pallas_kernels.primitives.settings import operation
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
 _NORMS = ("rms_norm", "layer_norm")

@@ -25,9 +25,9 @@ from pallas_kernels.primitives.checks import as_arrays, positive_number, static_
 from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.gemm.row_blocks import RowBlock
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.row_tiles import HEAD_SIZES
-from pallas_kernels.primitives.settings import operation
 
 _BIASES = ("the bias of w_q", "the bias of w_k", "the bias of w_v")
 

@@ -60,19 +60,19 @@ def qkv_projection_mosaic(form: HeadForm, given: Operands, tables: Tables | None
     return rotating(partial(_forward, form), partial(_backward, form), partial(_reference, form))(given, tables)
 
 
-@usual_promotion
+@usual_promotion()
 def _forward(form, given, tables):
     results, products = qkv_projection_forward(form, given, tables)
     return results, (given, tables, products)
 
 
-@usual_promotion
+@usual_promotion()
 def _backward(form, saved, cotangents):
     given, tables, products = saved
     return qkv_projection_backward(form, given, tables, products, cotangents)
 
 
-@usual_promotion
+@usual_promotion()
 def _reference(form, given, tables):
     norms = [
         None if norm is None else Norm(scale, epsilon=norm.epsilon, rounds_before_scale=norm.rounds_before_scale)

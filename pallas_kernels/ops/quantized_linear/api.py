@@ -22,8 +22,9 @@ from pallas_kernels.primitives.few_rows.config import MOST_ROWS
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES, FEWEST_OUTPUTS
 from pallas_kernels.primitives.integers import SPAN, is_packed_dtype
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import varying_alike
-from pallas_kernels.primitives.settings import operation, usual_promotion
+from pallas_kernels.primitives.settings import usual_promotion
 
 _LINE_BYTES = 128
 """Features of an output that come at once: rows of the weights are whole multiples."""
@@ -168,7 +169,7 @@ def _kept_forward(layer, arrays):
     return _forward(layer, arrays), kept
 
 
-@usual_promotion
+@usual_promotion()
 def _backward(layer, saved, dy):
     """Computes the gradients by XLA, and the product again if the activation needs it."""
     x, w, bias, residual = saved

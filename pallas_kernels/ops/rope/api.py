@@ -22,8 +22,8 @@ from pallas_kernels.primitives.checks import (
     static_integer,
 )
 from pallas_kernels.primitives.dimensions import shares
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation
 
 HEAD_SIZES = (16, 32, 64, 128, 256, 512)
 

@@ -161,7 +161,7 @@ def softmax_backward(weights: jax.Array, dy: jax.Array, *, scale: float | None) 
     return xla_gradient(weights, dy, scale=scale)
 
 
-@usual_promotion
+@usual_promotion()
 def xla_gradient(weights: jax.Array, dy: jax.Array, *, scale: float | None = None) -> jax.Array:
     """Computes dx in plain `jax.numpy`."""
     p, dy = weights.astype(jnp.float32), dy.astype(jnp.float32)
