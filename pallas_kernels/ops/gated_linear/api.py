@@ -41,7 +41,7 @@ def _in_place(arguments: Mapping[str, Any], written: RowBlock) -> jax.Array:
     choose_in_place("gated_linear", arguments["implementation"], x, written, support)
     rows, activation = normalised(norm, as_rows(x)), get_activation("gated_linear", arguments["activation"])
     config = default_config(rows.shape[0], w_gate.shape[1], w_gate.shape[0], products=2)
-    return gated_linear_forward(rows, w_gate, w_up, biases, activation=activation, config=config, written=written)
+    return gated_linear_forward(rows, None, w_gate, w_up, biases, activation=activation, config=config, written=written)
 
 
 @shares(
@@ -121,7 +121,7 @@ def gated_linear(
     rows, norm, *operands = varying_alike((rows, norm, w_gate, w_up, biases))
     config = default_config(*sizes, products=2, is_normed=is_fusable(norm, rows))
     forward = partial(gated_linear_forward, activation=function, config=config)
-    y = after_norm(partial(gated_linear_apart, function), forward, config, norm, rows, *operands)
+    y = after_norm(partial(gated_linear_apart, function), forward, norm, rows, *operands)
     return y.reshape(*x.shape[:-1], w_gate.shape[1])
 
 

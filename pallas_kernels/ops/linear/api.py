@@ -196,10 +196,10 @@ def norm_linear(
         known = config.tuned_key(layer, arrays)
         own = config.tuned_config(known, arrays.x.shape[0], is_normed=is_fusable(norm, arrays.x))
 
-        def forward(*rows, **before):
-            return linear_forward(layer, LayerArrays(*rows), **before, config=own)[0]
+        def forward(x, norm, *others):
+            return linear_forward(layer, LayerArrays(x, *others), norm=norm, config=own)[0]
 
-        return after_norm(lambda *rows: linear_mosaic(layer, LayerArrays(*rows)), forward, own, norm, *arrays)
+        return after_norm(lambda *rows: linear_mosaic(layer, LayerArrays(*rows)), forward, norm, *arrays)
 
     def reference(norm, arrays):
         return layer_reference(layer, arrays, norm=norm)

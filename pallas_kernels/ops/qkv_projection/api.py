@@ -161,10 +161,10 @@ def qkv_projection(
     def differentiable(x, given, tables):
         return qkv_projection_mosaic(form, replace(given, x=x), tables)
 
-    def forward(x, given, tables, **before):
-        return qkv_projection_forward(form, replace(given, x=x), tables, **before, config=config)[0]
+    def forward(x, norm, given, tables):
+        return qkv_projection_forward(form, replace(given, x=x), tables, norm=norm, config=config)[0]
 
-    results = after_norm(differentiable, forward, config, norm, given.x, replace(given, x=None), tables)
+    results = after_norm(differentiable, forward, norm, given.x, replace(given, x=None), tables)
     shapes = [(y.shape[1],) if head_size is None else (y.shape[1] // head_size, head_size) for y in results]
     q, k, v = (y.reshape(*x.shape[:-1], *shape) for y, shape in zip(results, shapes, strict=True))
     return q, k, v
