@@ -43,7 +43,7 @@ def kernel(body: Callable[..., Any], *, products: Products | None = None, **opti
 
     launch = plgpu.kernel(narrow, **options)
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def launched(*args: Any, **kwargs: Any) -> Any:
         if is_interpreted():
             interpreter.check(launch, *args, **kwargs)
         if products is None or is_interpreted():
@@ -51,7 +51,7 @@ def kernel(body: Callable[..., Any], *, products: Products | None = None, **opti
         with products.beside([*jax.tree.leaves(options["out_type"]), *references((args, kwargs))]):
             return launch(*args, **kwargs)
 
-    return traced_once(called, body, options, products)
+    return traced_once(launched, body, options, products)
 
 
 def named_kernel(
