@@ -24,11 +24,8 @@ class KernelChosen(Exception):
 
 
 open_to: ContextVar[str | None] = ContextVar("open_to", default=None)
-"""The operation whose call is to raise `KernelChosen` if it takes a kernel."""
 settled: ContextVar[str | None] = ContextVar("settled", default=None)
-"""The operation whose choice has been made, recorded and checked before."""
 uninterpretable: ContextVar[tuple[str, str] | None] = ContextVar("uninterpretable", default=None)
-"""An operation, and why JAX's interpreter cannot run the kernels of its call."""
 
 
 def is_open(operation: str) -> bool:
@@ -51,18 +48,18 @@ def interpreter_lacks(operation: str) -> str | None:
 class Call:
     """One call of an operation, as a function of its arrays.
 
-    function: the public function without its decorator. dimensions: how devices may share its work, if they may.
+    function: the public function without its decorator. dimensions: how devices may share its work.
     leaves: of the positional arguments and those by name, a tree of `structure`. places: of the arrays among them.
     """
 
     function: Callable[..., Any]
-    dimensions: Dimensions | None
+    dimensions: Dimensions
     leaves: Sequence[Any]
     structure: Any
     places: Sequence[int]
 
     @classmethod
-    def of(cls, function: Callable[..., Any], dimensions: Dimensions | None, args: Any, kwargs: Any) -> Call:
+    def of(cls, function: Callable[..., Any], dimensions: Dimensions, args: Any, kwargs: Any) -> Call:
         """Returns the call with these arguments."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -121,27 +118,17 @@ class Call:
 
     def names(self) -> list[str]:
         """Returns the name of each array, such as "x" or "norm.scale"."""
-        paths = jax.tree_util.tree_leaves_with_path(self.by_name([_Place(i) for i in range(len(self.places))]))
-        name_of = {
-            leaf.i: jax.tree_util.keystr(path, simple=True, separator=".")
-            for path, leaf in paths
-            if isinstance(leaf, _Place)
-        }
-        return [name_of[i] for i in range(len(self.places))]
+        marks = [object() for _ in self.places]
+        paths = jax.tree_util.tree_leaves_with_path(self.by_name(marks))
+        name_of = {id(leaf): jax.tree_util.keystr(path, simple=True, separator=".") for path, leaf in paths}
+        return [name_of[id(mark)] for mark in marks]
 
     def parts(self, sums: Mapping[str, Sums], *arrays: Any) -> Any:
         """Computes the results from parts of arrays of which dimensions are cut that are summed over."""
-        assert self.dimensions is not None and self.dimensions.parts is not None
+        assert self.dimensions.parts is not None
         return self.dimensions.parts(self.by_name(arrays), sums)
 
     def in_place(self, arrays: Sequence[Any], written: RowBlock) -> tuple[jax.Array, ...]:
         """Computes the results for one block of rows."""
-        assert self.dimensions is not None and self.dimensions.in_place is not None
+        assert self.dimensions.in_place is not None
         return tuple(jax.tree.leaves(self.dimensions.in_place(self.by_name(arrays), written)))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands for an array among the arguments."""
-
-    i: int

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax._src import source_info_util
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from pallas_kernels.primitives.cuts import cut_of
-from pallas_kernels.primitives.derivatives import with_pullback, with_zeros
-from pallas_kernels.primitives.partitioned import warn_of
+from pallas_kernels.primitives.partitioned import differentiated_by, warn_of
 from pallas_kernels.primitives.platform import mapped_mesh_axes
 from pallas_kernels.primitives.sharded import Shared, computed_among
 from pallas_kernels.primitives.shared_call import local_call, place_of
-from pallas_kernels.specs import Static
 
 
 def is_explicit() -> bool:
@@ -63,27 +61,13 @@ def by_explicit_axes(shared: Shared) -> Callable[..., Any]:
             return list(found)
         return [jax.sharding.reshard(each, NamedSharding(mesh, spec)) for each, spec in zip(found, asked, strict=True)]
 
+    def by_axes(kernel: Callable[..., Any], several: Callable[..., Any], *operands: Any, keeps: bool = False) -> Any:
+        if not keeps:
+            return several(*operands)
+        with on_one_device():
+            types = jax.eval_shape(lambda *own: computed_among(kernel(*own)[1], own), *shared.call.structs)
+        return several(types, *operands)
+
     traceback = source_info_util.current().traceback
     where, notify = place_of(traceback), partial(warn_of, shared.call.operation, traceback)
-    shared = shared.bound_by(bind)
-    run = jax.custom_vjp(shared.__call__)
-
-    def forward(*arrays: Any) -> Any:
-        values = [array.value for array in arrays]
-        wanted = tuple(array.perturbed and jnp.issubdtype(array.value.dtype, jnp.inexact) for array in arrays)
-
-        def kept(*whole: Any) -> list[Any]:
-            return computed_among(with_pullback(shared.call, wanted, *whole)[1], whole)
-
-        with on_one_device():
-            types = jax.eval_shape(kept, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in values))
-        result, saved = shared.differentiated(wanted, types, *values)
-        return result, (saved, values, Static(wanted))
-
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        saved, values, wanted = residuals[0], residuals[1], residuals[2].value
-        found = iter(shared.gradients(wanted, saved, values, with_zeros(cotangents)))
-        return tuple(next(found) if each else None for each in wanted)
-
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run
+    return differentiated_by(by_axes, shared.call, replace(shared, binder=bind))

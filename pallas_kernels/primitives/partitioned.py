@@ -119,6 +119,13 @@ class Reference:
 def by_devices(operation: str, kernel: Callable[..., Any], several: Reference | Shared) -> Callable[..., Any]:
     """Returns a differentiable function of arrays: `kernel` on one device, `several` on more. Both compute the same."""
     either = partial(_either, operation=operation, is_shared=isinstance(several, Shared))
+    return differentiated_by(either, kernel, several)
+
+
+def differentiated_by(
+    either: Callable[..., Any], kernel: Callable[..., Any], several: Reference | Shared
+) -> Callable[..., Any]:
+    """Returns a differentiable function of arrays. either: calls `kernel` or `several`, as `_either` does."""
     run = jax.custom_vjp(partial(either, kernel, several))
 
     def forward(*arrays: Any) -> Any:

@@ -23,7 +23,7 @@ from pallas_kernels.primitives.call import Call
 from pallas_kernels.primitives.cuts import Cut, told_of_parts, varying
 from pallas_kernels.primitives.derivatives import with_pullback
 from pallas_kernels.primitives.dimensions import Axes, Rule, names_in, rule_of, sizes_apart
-from pallas_kernels.primitives.overlapped import InPlace, is_overlapping
+from pallas_kernels.primitives.overlapped import is_overlapping
 from pallas_kernels.primitives.shared_call import shared_p
 
 
@@ -31,21 +31,13 @@ from pallas_kernels.primitives.shared_call import shared_p
 class Shared:
     """A function of arrays whose work devices share.
 
-    rule: the dimensions of its arrays. binder: as in `bound_by`.
+    rule: the dimensions of its arrays. binder: takes its calls, if JAX's partitioner does not: what one device runs,
+    the rule, the types of the results and the arrays.
     """
 
     call: Call
     rule: Rule
     binder: Callable[..., list[Any]] | None = None
-
-    def bound_by(self, binder: Callable[..., list[Any]]) -> Shared:
-        """Returns the function whose calls go to `binder`, with what one device runs, the rule, types and arrays."""
-        return replace(self, binder=binder)
-
-    @property
-    def in_place(self) -> InPlace | None:
-        """Computes the results for one block of rows, or None where nothing can."""
-        return self.call.in_place if self.call.dimensions and self.call.dimensions.in_place else None
 
     @functools.cached_property
     def results(self) -> tuple[tuple[Any, ...], Any]:
@@ -196,8 +188,6 @@ def _share(cotangent: jax.Array, axes: Axes, result: jax.Array) -> jax.Array:
 
 def shared_by(call: Call) -> Shared | None:
     """Returns a call of an operation as one whose work devices share, or None if they cannot."""
-    if call.dimensions is None:
-        return None
     shapes = [(name, array.shape) for name, array in zip(call.names(), call.arrays, strict=True)]
     results = jax.tree.leaves(jax.eval_shape(call.reference, *call.structs))
     rule = rule_of(call.dimensions, call.by_name(call.arrays), shapes, [each.shape for each in results])

@@ -26,7 +26,6 @@ from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_apart, gated
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.gemm.row_blocks import RowBlock
 from pallas_kernels.primitives.operation import operation
@@ -44,12 +43,11 @@ def _in_place(arguments: Mapping[str, Any], written: RowBlock) -> jax.Array:
     return gated_linear_forward(rows, None, w_gate, w_up, biases, activation=activation, config=config, written=written)
 
 
-@shares(
+@operation(
     "x: ... k, w_gate: k n, w_up: k n, bias_gate: n, bias_up: n, norm.scale: !e, norm.bias: e, norm.mean_square: ... "
     "-> ... n",
     in_place=_in_place,
 )
-@operation
 def gated_linear(
     x: jax.Array,
     w_gate: jax.Array,

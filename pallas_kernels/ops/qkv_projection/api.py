@@ -22,7 +22,6 @@ from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
 from pallas_kernels.ops.rope.heads_kernel import HeadNorm
 from pallas_kernels.ops.rope.tables import check_tables, row_tables
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_integer
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.gemm.row_blocks import RowBlock
 from pallas_kernels.primitives.operation import operation
@@ -67,8 +66,7 @@ def _in_place(arguments: Mapping[str, Any], written: RowBlock) -> tuple[jax.Arra
     return qkv_projection_forward(form, given, tables, written=written)[0]
 
 
-@shares(_dimensions, in_place=_in_place)
-@operation
+@operation(_dimensions, in_place=_in_place)
 def qkv_projection(
     x: jax.Array,
     w_q: jax.Array,

@@ -17,7 +17,6 @@ from pallas_kernels.ops.linear.reference import layer_reference
 from pallas_kernels.ops.quantized_linear.config import MOST_DIFFERENTIATED_ROWS, default_config, is_preferred
 from pallas_kernels.ops.quantized_linear.weight import DTYPES as WEIGHT_DTYPES
 from pallas_kernels.ops.quantized_linear.weight import GROUP_SIZES, QuantizedWeight
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES, FEWEST_OUTPUTS
@@ -30,8 +29,7 @@ _LINE_BYTES = 128
 """Features of an output that come at once: rows of the weights are whole multiples."""
 
 
-@shares("x: ... k, w.values: n k, w.scales: q n, bias: n, residual: ... n -> ... n")
-@operation
+@operation("x: ... k, w.values: n k, w.scales: q n, bias: n, residual: ... n -> ... n")
 def quantized_linear(
     x: jax.Array,
     w: QuantizedWeight,

@@ -21,7 +21,6 @@ from pallas_kernels.primitives.checks import (
     static_flag,
     static_integer,
 )
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 
@@ -35,8 +34,7 @@ def _dimensions(arguments: Mapping[str, Any]) -> str:
     return f"{arrays} -> b t {heads} d, b t g d"
 
 
-@shares(_dimensions)
-@operation
+@operation(_dimensions)
 def rope(
     query: jax.Array,
     key: jax.Array | None = None,
