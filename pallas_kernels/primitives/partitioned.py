@@ -174,7 +174,7 @@ def _either(
             return kernel(*operands)
         return (several([], *operands)[0], None) if keeps else several(*operands)
     traced, types = jax.make_jaxpr(kernel, return_shape=True)(*operands)
-    # A loop's gradient would save weights once for each trip, were results that are operands outputs of the primitive.
+    # Results that are operands are no outputs of the primitive: a loop's gradient would save weights once a trip.
     place_of_operand = {id(variable): place for place, variable in enumerate(traced.jaxpr.invars)}
     places = [place_of_operand.get(id(variable)) for variable in traced.jaxpr.outvars]
     jaxpr, _ = pe.dce_jaxpr(traced.jaxpr, [place is None for place in places], instantiate=True)
