@@ -95,7 +95,6 @@ def softmax_forward(
     is_whole = shape[1] <= register_columns
     at_once, segments = held_segments(shape, itemsize, masking.rows_at_once(x) if is_whole else 0)
     chunks = RowChunks.make(shape[1], itemsize, chunk)
-
     parts = masking.parts(shape[0]) if at_once else 1
 
     def body(refs):
@@ -198,10 +197,11 @@ def _differentiate(
 
 def whole_row_gradient(weights: jax.Array, dy: jax.Array, *, scale: float | None) -> jax.Array:
     """Computes dx of rows in registers."""
+    rows = weights.shape[0]
     at_once, segments = held_segments(weights.shape, weights.dtype.itemsize)
 
     def body(refs):
-        row = row_of_block(weights.shape[0], at_once)
+        row = row_of_block(rows, at_once)
         held = HeldRows(at=row, segments=segments)
         p, dy = map(to_float32, [load_row(refs[name].at[row], segments) for name in ("weights", "dy")])
 
@@ -218,7 +218,7 @@ def whole_row_gradient(weights: jax.Array, dy: jax.Array, *, scale: float | None
         {"weights": weights, "dy": dy},
         {"dx": jax.ShapeDtypeStruct(weights.shape, weights.dtype)},
         name="softmax_gradient",
-        grid=row_grid(weights.shape[0], at_once),
+        grid=row_grid(rows, at_once),
         compiler_params=compiler_params(weights.dtype),
     )
     return results["dx"]
