@@ -21,20 +21,12 @@ import jax
 import numpy as np
 from jax.export import is_symbolic_dim
 
+from pallas_kernels.primitives.call import KernelChosen, interpreter_lacks, is_open, is_settled
 from pallas_kernels.primitives.context import assigned
 from pallas_kernels.primitives.cuts import part
 from pallas_kernels.primitives.gradients import differentiated_as, with_backward
-from pallas_kernels.primitives.partitioned import (
-    INSIDE_SHARD_MAP,
-    KernelChosen,
-    automatic_axes,
-    interpreter_lacks,
-    is_open,
-    is_settled,
-    is_spread,
-)
+from pallas_kernels.primitives.partitioned import INSIDE_SHARD_MAP, automatic_axes, is_spread
 from pallas_kernels.primitives.platform import mapped_mesh_axes
-from pallas_kernels.primitives.settings import usual_promotion
 
 IMPLEMENTATIONS = ("mosaic", "triton", "xla", "cudnn")
 """The implementation names that callers may pass."""
@@ -224,8 +216,8 @@ def partly_by_xla(
     if forward == gradient:
         return reference if forward else kernel
     if forward and backward is not None:
-        return with_backward(usual_promotion(reference), backward)
-    together, apart = (usual_promotion(reference if is_xla else kernel) for is_xla in (forward, gradient))
+        return with_backward(reference, backward)
+    together, apart = (reference if is_xla else kernel for is_xla in (forward, gradient))
     return differentiated_as(apart, together)
 
 

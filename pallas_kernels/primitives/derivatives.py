@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -24,6 +25,12 @@ def with_pullback(function: Callable[..., Any], wanted: Sequence[bool], *values:
         return function(*(next(given) if is_wanted else value for value, is_wanted in zip(values, wanted, strict=True)))
 
     return jax.vjp(of_wanted, *(value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted))
+
+
+def with_zeros(cotangents: Any) -> Any:
+    """Returns the cotangents of a `jax.custom_vjp` with the zeros that a pullback takes: they have no leaves."""
+    is_zero = lambda leaf: isinstance(leaf, SymbolicZero)  # noqa: E731
+    return jax.tree.map(lambda leaf: ad.Zero(leaf.aval) if is_zero(leaf) else leaf, cotangents, is_leaf=is_zero)
 
 
 def first_order(operation: str, arguments: Any) -> Any:

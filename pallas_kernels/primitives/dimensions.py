@@ -33,7 +33,7 @@ BlockInPlace = Callable[[Mapping[str, Any], Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """How devices may share an operation's work; see `shares`."""
+    """How devices may share an operation's work; the arguments of `operation`."""
 
     text: str | Callable[[Mapping[str, Any]], str]
     parts: Parts | None = None
@@ -41,45 +41,12 @@ class Dimensions:
     in_place: BlockInPlace | None = None
 
 
-def shares[F](
-    text: str | Callable[[Mapping[str, Any]], str],
-    parts: Parts | None = None,
-    *,
-    scatters: bool = False,
-    in_place: BlockInPlace | None = None,
-) -> Callable[[F], F]:
-    """Describes the dimensions of an operation's arrays, so that devices share its work.
-
-        @shares("x: ... +k, w: k n, bias: n -> ... n", _by_features)
-
-    Args:
-        text: the dimensions of each argument that is an array, and of the results, or a function of the arguments, by
-            name, that returns it. "..." are leading dimensions, and "(g r)" is one dimension of two names, g the major
-            one. "norm.scale" and "bias.0" are parts of arguments, and "t d | b t d" alternatives of different ranks. A
-            name without a mark may be cut wherever it occurs. "!d": devices need it whole. So they do if it is in no
-            result. "+k": `parts` sums over it, also "+..." over the leading dimensions. "key of ... d": a key from
-            which bits are drawn for an array of these dimensions, "_" for one of size 1. "sizes of m": the sizes of
-            runs of m, one after the other. A call with an array that the text does not have is left to XLA.
-        parts: computes the results where a name with "+" is cut.
-        scatters: whether `parts` has one sum over a name, of an array with the results' leading dimensions, before all
-            that has not this name. Each device may then keep its rows of the sum alone.
-        in_place: computes the results for one block of x's rows, for `overlapped_collectives`. Raises
-            `NotImplementedError` where no kernel can.
-    """
-
-    def described(function: F) -> F:
-        function.dimensions = Dimensions(text=text, parts=parts, scatters=scatters, in_place=in_place)  # pyright: ignore
-        return function
-
-    return described
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rule:
     """The dimensions of one call's arrays.
 
     sizes: of each name. whole: names that each device needs whole. summed: names over which the results have sums.
-    scatters: as in `shares`. labels: of the first operands, the arguments. wholes: of arguments that tell of a whole
+    scatters: as in `operation`. labels: of the first operands, the arguments. wholes: of arguments that tell of a whole
     array, by their places, "key" or "sizes" and the array's dimensions. primal: for gradients, how many operands are
     not cotangents; None for a forward pass. overlaps: whether the call was traced under `overlapped_collectives`.
     """

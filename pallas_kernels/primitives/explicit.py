@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax._src import source_info_util
-from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from pallas_kernels.primitives.cuts import cut_of
-from pallas_kernels.primitives.derivatives import with_pullback
+from pallas_kernels.primitives.partitioned import differentiated_by, warn_of
 from pallas_kernels.primitives.platform import mapped_mesh_axes
 from pallas_kernels.primitives.sharded import Shared, computed_among
-from pallas_kernels.primitives.shared_call import Notify, local_call, place_of
-from pallas_kernels.specs import Static
+from pallas_kernels.primitives.shared_call import local_call, place_of
 
 
 def is_explicit() -> bool:
@@ -41,7 +39,7 @@ def on_one_device() -> Iterator[None]:
         yield
 
 
-def by_explicit_axes(shared: Shared, notify: Notify) -> Callable[..., Any]:
+def by_explicit_axes(shared: Shared) -> Callable[..., Any]:
     """Returns a differentiable function of arrays that the current mesh's explicit axes cut."""
 
     def bind(run: Any, rule: Any, types: Any, arrays: Sequence[Any]) -> list[Any]:
@@ -63,28 +61,13 @@ def by_explicit_axes(shared: Shared, notify: Notify) -> Callable[..., Any]:
             return list(found)
         return [jax.sharding.reshard(each, NamedSharding(mesh, spec)) for each, spec in zip(found, asked, strict=True)]
 
-    where = place_of(source_info_util.current().traceback)
-    shared = shared.bound_by(bind)
-    run = jax.custom_vjp(lambda *arrays: shared(*arrays))
-
-    def forward(*arrays: Any) -> Any:
-        values = [array.value for array in arrays]
-        wanted = tuple(array.perturbed and jnp.issubdtype(array.value.dtype, jnp.inexact) for array in arrays)
-
-        def kept(*whole: Any) -> list[Any]:
-            return computed_among(with_pullback(shared.function, wanted, *whole)[1], whole)
-
+    def by_axes(kernel: Callable[..., Any], several: Callable[..., Any], *operands: Any, keeps: bool = False) -> Any:
+        if not keeps:
+            return several(*operands)
         with on_one_device():
-            types = jax.eval_shape(kept, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in values))
-        result, saved = shared.differentiated(wanted, types, *values)
-        return result, (saved, values, Static(wanted))
+            types = jax.eval_shape(lambda *own: computed_among(kernel(*own)[1], own), *shared.call.structs)
+        return several(types, *operands)
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        saved, values, wanted = residuals[0], residuals[1], residuals[2].value
-        is_zero = lambda leaf: isinstance(leaf, SymbolicZero)  # noqa: E731
-        given = jax.tree.map(lambda leaf: ad.Zero(leaf.aval) if is_zero(leaf) else leaf, cotangents, is_leaf=is_zero)
-        found = iter(shared.gradients(wanted, saved, values, given))
-        return tuple(next(found) if each else None for each in wanted)
-
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run
+    traceback = source_info_util.current().traceback
+    where, notify = place_of(traceback), partial(warn_of, shared.call.operation, traceback)
+    return differentiated_by(by_axes, shared.call, replace(shared, binder=bind))

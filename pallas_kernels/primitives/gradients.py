@@ -19,6 +19,7 @@ from pallas_kernels.primitives.gemm.kernel import gemm
 from pallas_kernels.primitives.gemm.operands import FEWEST_OUTPUTS, padded_rows
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.row_tiles import has_whole_groups
+from pallas_kernels.primitives.settings import usual_promotion
 from pallas_kernels.specs import Static
 
 _MOST_MERGED_BYTES = 1 << 20
@@ -101,14 +102,15 @@ def is_faster_summed(rows: int, features: int, depth: int) -> bool:
 def differentiated_as(apart: Callable[..., Any], together: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `together` with the gradient of `apart`, which computes the same. Both take arrays, in trees.
 
-    `apart` is differentiated by what the caller differentiates alone.
+    `apart` is differentiated by what the caller differentiates alone, under `usual_promotion`, as this may be later.
     """
 
     def forward(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
         wanted = tuple(leaf.perturbed for leaf in leaves)
         values = (leaf.value for leaf in leaves)
-        result, pullback = with_pullback(lambda *own: apart(*structure.unflatten(own)), wanted, *values)
+        with usual_promotion():
+            result, pullback = with_pullback(lambda *own: apart(*structure.unflatten(own)), wanted, *values)
         return result, (pullback, Static((structure, wanted)))
 
     def backward(saved: Any, cotangents: Any) -> Any:
@@ -142,5 +144,6 @@ def with_backward(
     saves: returns what is saved of the arrays: some of them, or structures without any; by default all.
     """
     differentiable = jax.custom_vjp(function)
-    differentiable.defvjp(lambda *arrays: (function(*arrays), saves(*arrays)), lambda saved, dy: backward(*saved, dy))
+    run = usual_promotion()(function)  # the forward pass of a gradient may be traced later
+    differentiable.defvjp(lambda *arrays: (run(*arrays), saves(*arrays)), lambda saved, dy: backward(*saved, dy))
     return differentiable

@@ -18,22 +18,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import source_info_util
+from jax._src.interpreters import partial_eval as pe
 from jax._src.interpreters.batching import fancy_primitive_batchers
 from jax._src.sharding_impls import ShardingContext, SPMDAxisContext
 from jax._src.state.discharge import discharge_state, register_discharge_rule
 from jax.core import Tracer
-from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, mlir
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 
 from pallas_kernels.primitives.context import assigned
-from pallas_kernels.primitives.derivatives import with_pullback
-from pallas_kernels.primitives.dimensions import Dimensions
-from pallas_kernels.primitives.explicit import by_explicit_axes, is_explicit, on_one_device
-from pallas_kernels.primitives.interpreter import reason_against
-from pallas_kernels.primitives.platform import is_interpreted
-from pallas_kernels.primitives.sharded import Shared, shared_by
+from pallas_kernels.primitives.derivatives import with_pullback, with_zeros
+from pallas_kernels.primitives.sharded import Shared
 from pallas_kernels.primitives.shared_call import mesh_of, needed, notify, place_of
 from pallas_kernels.specs import Static
 
@@ -43,31 +38,6 @@ INSIDE_SHARD_MAP = "a kernel sees one device; call the operation inside jax.shar
 
 class KernelWarning(UserWarning):
     """A program that XLA partitions calls an operation that has a kernel."""
-
-
-class KernelChosen(Exception):
-    """Ends a call that takes a kernel, to be made again once it is settled where; not an error."""
-
-
-_open_to: ContextVar[str | None] = ContextVar("open_to", default=None)
-_settled: ContextVar[str | None] = ContextVar("settled", default=None)
-_uninterpretable: ContextVar[tuple[str, str] | None] = ContextVar("uninterpretable", default=None)
-
-
-def is_open(operation: str) -> bool:
-    """Returns whether a call of the operation that takes a kernel is to raise `KernelChosen`."""
-    return _open_to.get() == operation
-
-
-def is_settled(operation: str) -> bool:
-    """Returns whether the call's choice has been made, recorded and checked before."""
-    return _settled.get() == operation
-
-
-def interpreter_lacks(operation: str) -> str | None:
-    """Returns why JAX's interpreter cannot run the kernels of this call, or None if it can or is not in use."""
-    name, reason = _uninterpretable.get() or (None, None)
-    return reason if name == operation else None
 
 
 def is_spread(array: Any) -> bool:
@@ -81,64 +51,6 @@ def automatic_axes() -> tuple[str, ...]:
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in kinds if kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1)
-
-
-def call_operation(
-    operation: str,
-    function: Callable[..., Any],
-    dimensions: Dimensions | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Calls an operation, with its kernels only where they can run: on one device's arrays, or one device's parts.
-
-    function: takes `implementation`, and calls `dispatch.choose` with the operation's name. dimensions: how devices may
-    share its work, if they may.
-    """
-    key = kwargs.get("dropout_key")
-    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and not key.ndim:
-        kwargs = {**kwargs, "dropout_key": jax.random.key_data(key)}  # XLA's partitioner knows no keys
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-    arrays = [leaves[place] for place in places]
-
-    def call(*arrays: Any, **given: Any) -> Any:
-        merged = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            merged[place] = array
-        args, kwargs = jax.tree.unflatten(structure, merged)
-        with assigned(_settled, operation):
-            return function(*args, **{**kwargs, **given})
-
-    if is_settled(operation):
-        return function(*args, **kwargs)
-    if is_interpreted():
-        reason = reason_against(call, tuple(arrays), with_gradient=kwargs.get("implementation") is None)
-        with assigned(_uninterpretable, None if reason is None else (operation, reason)):
-            return function(*args, **kwargs)
-    if not any(isinstance(leaf, Tracer) for leaf in arrays):
-        return function(*args, **kwargs)
-    reference = partial(call, implementation="xla")
-    if dimensions is not None and is_explicit() and any(any(jax.typeof(leaf).sharding.spec) for leaf in arrays):
-        with on_one_device():
-            with assigned(_open_to, operation), contextlib.suppress(KernelChosen):  # checks the call
-                jax.eval_shape(call, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays))
-            shared = shared_by(operation, dimensions, function, call, reference, (args, kwargs), places)
-        if shared is not None:
-            return by_explicit_axes(shared, partial(_warn_of, operation, source_info_util.current().traceback))(*arrays)
-    if not may_be_partitioned():
-        return function(*args, **kwargs)
-    if dimensions is None and automatic_axes() and kwargs.get("implementation") is None:
-        return function(*args, **kwargs)  # by XLA
-    try:
-        with assigned(_open_to, operation):
-            return function(*args, **kwargs)
-    except KernelChosen:
-        pass
-    several = Reference(function=reference)
-    if dimensions is not None:
-        several = shared_by(operation, dimensions, function, call, reference, (args, kwargs), places) or several
-    return by_devices(operation, call, several)(*arrays)
 
 
 def may_be_partitioned() -> bool:
@@ -158,7 +70,7 @@ def kernel_warnings() -> Iterator[dict[str, str]]:
         yield heard
 
 
-def _warn_of(operation: str, traceback: Any, what: str, why: str) -> None:
+def warn_of(operation: str, traceback: Any, what: str, why: str) -> None:
     """Warns of an operation at the line of the call."""
     message = f"{operation} {what}: {why}"
     if (heard := _heard.get()) is not None:
@@ -177,7 +89,7 @@ def _warn(ctx: Any, operation: str, what: str, why: str | None = None) -> None:
     context = ctx.module_context.axis_context
     devices = context.num_devices if isinstance(context, ShardingContext) else context.mesh.size
     why = why or f"the program is compiled for {devices} devices, and {INSIDE_SHARD_MAP}"
-    _warn_of(operation, ctx.traceback, what, why)
+    warn_of(operation, ctx.traceback, what, why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,41 +118,36 @@ class Reference:
 
 def by_devices(operation: str, kernel: Callable[..., Any], several: Reference | Shared) -> Callable[..., Any]:
     """Returns a differentiable function of arrays: `kernel` on one device, `several` on more. Both compute the same."""
-    either = partial(_either, operation, is_shared=isinstance(several, Shared))
-    run = jax.custom_vjp(
-        lambda *arrays: either(lambda *own: (kernel(*own), None), lambda _, *own: (several(*own), []), arrays)[0]
-    )
+    either = partial(_either, operation=operation, is_shared=isinstance(several, Shared))
+    return differentiated_by(either, kernel, several)
+
+
+def differentiated_by(
+    either: Callable[..., Any], kernel: Callable[..., Any], several: Reference | Shared
+) -> Callable[..., Any]:
+    """Returns a differentiable function of arrays. either: calls `kernel` or `several`, as `_either` does."""
+    run = jax.custom_vjp(partial(either, kernel, several))
 
     def forward(*arrays: Any) -> Any:
         values = [array.value for array in arrays]
         wanted = tuple(array.perturbed and jnp.issubdtype(array.value.dtype, jnp.inexact) for array in arrays)
-        result, pullback = either(
-            partial(with_pullback, kernel, wanted), partial(several.differentiated, wanted), values
-        )
+        functions = partial(with_pullback, kernel, wanted), partial(several.differentiated, wanted)
+        result, pullback = either(*functions, *values, keeps=True)
         places = set(map(id, values))
         is_kept = tuple(id(leaf) not in places for leaf in jax.tree.leaves(pullback))
         return result, (pullback, values, Static((wanted, is_kept)))
 
     def backward(saved: Any, cotangents: Any) -> Any:
         pullback, values, (wanted, is_kept) = saved[0], saved[1], saved[2].value
-        leaves, structure = jax.tree.flatten(cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
 
-        def all_of(given: Sequence[Any]) -> Any:
-            own = iter(given)
-            zeros = (ad.Zero(leaf.aval) if isinstance(leaf, SymbolicZero) else next(own) for leaf in leaves)
-            return structure.unflatten(zeros)
+        def by_kernel(pullback: Any, values: Any, cotangents: Any) -> Any:
+            return by_several(None, values, cotangents) if pullback is None else pullback(cotangents)
 
-        def by_kernel(pullback: Any, values: Any, given: Any) -> Any:
-            if pullback is None:
-                return by_several((), pullback, values, given)
-            return pullback(all_of(given)), None
-
-        def by_several(_: Any, pullback: Any, values: Any, given: Any) -> Any:
+        def by_several(pullback: Any, values: Any, cotangents: Any) -> Any:
             kept = [leaf for leaf, each in zip(jax.tree.leaves(pullback), is_kept, strict=True) if each]
-            return several.gradients(wanted, kept, values, all_of(given)), []
+            return several.gradients(wanted, kept, values, cotangents)
 
-        given = [leaf for leaf in leaves if not isinstance(leaf, SymbolicZero)]
-        gradients = iter(either(by_kernel, by_several, (pullback, values, given))[0])
+        gradients = iter(either(by_kernel, by_several, pullback, values, with_zeros(cotangents)))
         return tuple(next(gradients) if is_wanted else None for is_wanted in wanted)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
@@ -248,45 +155,44 @@ def by_devices(operation: str, kernel: Callable[..., Any], several: Reference | 
 
 
 def _either(
-    operation: str, kernel: Callable[..., Any], reference: Callable[..., Any], operands: Any, *, is_shared: bool
+    kernel: Callable[..., Any],
+    several: Callable[..., Any],
+    *operands: Any,
+    operation: str,
+    is_shared: bool,
+    keeps: bool = False,
 ) -> Any:
-    """Calls one of two functions of trees of arrays: `kernel` on one device, `reference` on several.
+    """Calls one of two functions of trees of arrays: `kernel` on one device, `several` on more.
 
-    Both return a result and what the gradient needs, `reference` as a list. It takes the types of those arrays first.
-
-    is_shared: whether `reference` is a call whose work devices share.
+    is_shared: whether `several` is a call whose work devices share. keeps: whether `kernel` returns a result and what
+    its gradient needs. Then `several` takes the types of the arrays that these have beside the operands first, and
+    returns the result and a list of such arrays.
     """
-    leaves, structure = jax.tree.flatten(tuple(operands))
+    leaves, structure = jax.tree.flatten(operands)
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
-        return (reference((), *operands)[0], None) if any(map(is_spread, leaves)) else kernel(*operands)
-    trees: list[Any] = []
-    operand_of: list[int | None] = []
-
-    def by_kernel(*leaves: Any) -> list[Any]:
-        values, tree = jax.tree.flatten(kernel(*structure.unflatten(leaves)))
-        places = {id(leaf): place for place, leaf in enumerate(leaves)}
-        operand_of[:] = [places.get(id(value)) for value in values]
-        trees[:] = [tree]
-        return _computed(values, operand_of)
-
-    def by_reference(*leaves: Any) -> list[Any]:
-        count = trees[0].children()[0].num_leaves
-        kept = closed.out_avals[len(_computed(operand_of[:count], operand_of)) :]
-        with jax.enable_x64(x64), jax.default_matmul_precision(precision):
-            result, needed_by_gradient = reference(kept, *structure.unflatten(leaves))
-        return [*_computed(jax.tree.leaves(result), operand_of), *needed_by_gradient]
-
+        if not any(map(is_spread, leaves)):
+            return kernel(*operands)
+        return (several([], *operands)[0], None) if keeps else several(*operands)
+    traced, types = jax.make_jaxpr(kernel, return_shape=True)(*operands)
+    # Results that are operands are no outputs of the primitive: a loop's gradient would save weights once a trip.
+    place_of_operand = {id(variable): place for place, variable in enumerate(traced.jaxpr.invars)}
+    places = [place_of_operand.get(id(variable)) for variable in traced.jaxpr.outvars]
+    jaxpr, _ = pe.dce_jaxpr(traced.jaxpr, [place is None for place in places], instantiate=True)
+    results = jax.tree.structure(types[0] if keeps else types).num_leaves
+    closed = ClosedJaxpr(jaxpr, traced.consts)
+    kept_types = closed.out_avals[places[:results].count(None) :]
     x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
-    closed = jax.make_jaxpr(by_kernel)(*leaves)
-    computed = iter(
-        _either_p.bind(*leaves, operation=operation, kernel=closed, reference=by_reference, is_shared=is_shared)
-    )
-    return trees[0].unflatten(next(computed) if place is None else leaves[place] for place in operand_of)
 
+    def by_several(*leaves: Any) -> list[Any]:
+        own = structure.unflatten(leaves)
+        with jax.enable_x64(x64), jax.default_matmul_precision(precision):
+            result, kept = several(kept_types, *own) if keeps else (several(*own), [])
+        computed = (value for value, place in zip(jax.tree.leaves(result), places, strict=False) if place is None)
+        return [*computed, *kept]
 
-def _computed(values: Sequence[Any], operand_of: Sequence[int | None]) -> list[Any]:
-    """Leaves out results that are operands, so that a loop's gradient does not save weights once for each trip."""
-    return [value for value, place in zip(values, operand_of, strict=False) if place is None]
+    params = {"operation": operation, "kernel": closed, "reference": by_several, "is_shared": is_shared}
+    computed = iter(_either_p.bind(*leaves, **params))
+    return jax.tree.structure(types).unflatten(next(computed) if place is None else leaves[place] for place in places)
 
 
 def _is_partitioned(ctx: Any) -> bool:
@@ -323,7 +229,7 @@ def _discharge_either(ctx: Any, *operands: Any, kernel: Any, **params: Any) -> A
 
 
 _either_p = Primitive("either")
-"""One of two functions: `kernel`, a closed jaxpr, or `reference`. Only `_by_devices` has derivatives."""
+"""One of two functions: `kernel`, a closed jaxpr, or `reference`. Only `by_devices` has derivatives."""
 _either_p.multiple_results = True
 _either_p.def_impl(
     lambda *operands, operation, kernel, reference, is_shared: (

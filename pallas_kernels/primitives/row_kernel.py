@@ -1,13 +1,13 @@
-"""Kernels in which a warpgroup computes one row, or several short ones.
+"""Rows of kernels in which a warpgroup computes one row, or several short ones.
 
-An operation is a function of the block's row and of the references by name: it loads the row, reduces it to values of
-the row, such as its sum, and finishes it. `HeldRows` lets one function serve both a long row and short ones;
+The body of such a kernel loads the row that `row_of_block` gives it, reduces it to values of the row, such as its sum,
+and finishes it. `HeldRows` lets one body serve both a long row and short ones;
 `RowChunks` are of a row that registers do not hold: it is read again, from the L2 cache, or blocks share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.primitives.compat import store
@@ -33,7 +32,6 @@ from pallas_kernels.primitives.rows import (
     row_columns,
     row_index,
     row_max,
-    row_of_block,
     row_sum,
     short_rows_at_once,
     split_row,
@@ -41,7 +39,6 @@ from pallas_kernels.primitives.rows import (
     store_row,
     to_float32,
 )
-from pallas_kernels.primitives.settings import named_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,33 +183,3 @@ def compiler_params(dtype: DTypeLike, **others: Any) -> plgpu.CompilerParams:
     There are no automatic barriers: each thread reads back only what it wrote itself, in the same layout.
     """
     return plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=jnp.dtype(dtype).itemsize < 4, **others)
-
-
-def row_kernel(
-    compute: Callable[[Row, dict[str, Any]], None],
-    operands: Mapping[str, jax.Array | None],
-    outputs: Mapping[str, jax.ShapeDtypeStruct],
-    *,
-    name: str,
-    rows: int,
-    at_once: int = 0,
-    parts: int = 1,
-    **options: Any,
-) -> dict[str, jax.Array]:
-    """Launches a block for each row, or for each `at_once` rows; returns the outputs by name.
-
-    compute: the kernel's body, a function of the block's row or rows and of the references to operands and outputs by
-        name. Operands that are None have none.
-    name: the kernel's name in traces and HLO.
-    parts: equal parts of the rows; the rows of a block are all from one part.
-    options: those of `named_kernel`; the compiler's parameters are those of the first operand's dtype by default.
-    """
-    first = next(iter(operands.values()))
-    assert first is not None
-
-    def body(refs: dict[str, Any]) -> None:
-        compute(row_of_block(lax.axis_index("block"), rows, at_once, parts=parts), refs)
-
-    grid = {"block": parts * pl.cdiv(rows // parts, at_once or 1)}
-    options = {"compiler_params": compiler_params(first.dtype)} | options
-    return named_kernel(body, operands, outputs, name=name, grid=grid, **options)

@@ -187,11 +187,17 @@ def short_rows_at_once(shape: tuple[int, ...], itemsize: int) -> int:
     return WARPS * max(1, VALUES_AT_ONCE // (THREADS * -(-features // THREADS))) if is_short else 0
 
 
-def row_of_block(block: jax.Array, rows: int, at_once: int, *, parts: int = 1) -> Row:
-    """Returns the row that a block computes, or a slice of `at_once` rows.
+def row_grid(rows: int, at_once: int = 0, parts: int = 1) -> dict[str, int]:
+    """Returns the grid that has a block for each row, or for each slice of `at_once` rows; see `row_of_block`."""
+    return {"block": parts * pl.cdiv(rows // parts, at_once or 1)}
+
+
+def row_of_block(rows: int, at_once: int, parts: int = 1) -> Row:
+    """Returns the row that a block of `row_grid` computes, or a slice of `at_once` rows.
 
     No slice crosses from one of `parts` equal parts of the rows to the next: a part's last slice may repeat rows.
     """
+    block = lax.axis_index("block")
     if not at_once:
         return block
     if parts == 1:

@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_kernels.primitives import interpreter
-from pallas_kernels.primitives.derivatives import first_order
 from pallas_kernels.primitives.flop_metadata import Products, references
-from pallas_kernels.primitives.partitioned import call_operation
 from pallas_kernels.primitives.platform import is_interpreted, varying_like
 from pallas_kernels.primitives.sharing import traced_once
 
 
-def operation[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """Wraps the public function of an operation, which has an `implementation`.
-
-    Its arrays are promoted as `usual_promotion` says. All implementations but "xla" refuse derivatives that the kernels
-    do not have, and are cut over the devices of their arguments by the function's `dimensions` (see `partitioned.py`).
-    """
-    promoted = usual_promotion(function)
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        if kwargs.get("implementation") in ("xla", ("xla",), ["xla"]):
-            return promoted(*args, **kwargs)
-        args, kwargs = first_order(function.__name__, (args, kwargs))
-        return call_operation(function.__name__, promoted, getattr(called, "dimensions", None), args, kwargs)
-
-    return called
-
-
-def usual_promotion[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """Wraps `function` so that arrays in it are promoted and broadcast under JAX's defaults.
+@contextlib.contextmanager
+def usual_promotion() -> Iterator[None]:
+    """Promotes and broadcasts arrays under JAX's defaults, in a `with` statement or in a function that it decorates.
 
     `jax_numpy_dtype_promotion="strict"` and `jax_numpy_rank_promotion="raise"` are for the caller's own expressions.
     """
-
-    @functools.wraps(function)
-    def promoted(*args: P.args, **kwargs: P.kwargs) -> T:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return function(*args, **kwargs)
-
-    return promoted
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def kernel(body: Callable[..., Any], *, products: Products | None = None, **options: Any) -> Callable[..., Any]:
@@ -61,12 +38,12 @@ def kernel(body: Callable[..., Any], *, products: Products | None = None, **opti
 
     @functools.wraps(body)
     def narrow(*args: Any, **kwargs: Any) -> Any:
-        with jax.enable_x64(False), jax.disable_jit(False):
-            return usual_promotion(body)(*args, **kwargs)
+        with jax.enable_x64(False), jax.disable_jit(False), usual_promotion():
+            return body(*args, **kwargs)
 
     launch = plgpu.kernel(narrow, **options)
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def launched(*args: Any, **kwargs: Any) -> Any:
         if is_interpreted():
             interpreter.check(launch, *args, **kwargs)
         if products is None or is_interpreted():
@@ -74,7 +51,7 @@ def kernel(body: Callable[..., Any], *, products: Products | None = None, **opti
         with products.beside([*jax.tree.leaves(options["out_type"]), *references((args, kwargs))]):
             return launch(*args, **kwargs)
 
-    return traced_once(called, body, options, products)
+    return traced_once(launched, body, options, products)
 
 
 def named_kernel(

@@ -6,9 +6,8 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -20,11 +19,11 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad
 
-from pallas_kernels.primitives.cuts import Cut, Sums, told_of_parts, varying
+from pallas_kernels.primitives.call import Call
+from pallas_kernels.primitives.cuts import Cut, told_of_parts, varying
 from pallas_kernels.primitives.derivatives import with_pullback
-from pallas_kernels.primitives.dimensions import Axes, Dimensions, Rule, names_in, rule_of, sizes_apart
-from pallas_kernels.primitives.gemm.row_blocks import RowBlock
-from pallas_kernels.primitives.overlapped import InPlace, is_overlapping
+from pallas_kernels.primitives.dimensions import Axes, Rule, names_in, rule_of, sizes_apart
+from pallas_kernels.primitives.overlapped import is_overlapping
 from pallas_kernels.primitives.shared_call import shared_p
 
 
@@ -32,36 +31,26 @@ from pallas_kernels.primitives.shared_call import shared_p
 class Shared:
     """A function of arrays whose work devices share.
 
-    function: of arrays. reference: the same by XLA, for programs whose mesh is not known. parts: the same with `Sums`
-    first, by the names of `rule.summed` that are cut. in_place: the results for one block of rows, or None. options:
-    the arguments that are no arrays. avals: of the arrays.
+    rule: the dimensions of its arrays. binder: takes its calls, if JAX's partitioner does not: what one device runs,
+    the rule, the types of the results and the arrays.
     """
 
-    operation: str
-    function: Callable[..., Any]
-    reference: Callable[..., Any]
-    parts: Callable[..., Any]
-    in_place: InPlace | None
+    call: Call
     rule: Rule
-    options: str
-    avals: tuple[Any, ...]
     binder: Callable[..., list[Any]] | None = None
-
-    def bound_by(self, binder: Callable[..., list[Any]]) -> Shared:
-        """Returns the function whose calls go to `binder`, with what one device runs, the rule, types and arrays."""
-        return replace(self, binder=binder)
 
     @functools.cached_property
     def results(self) -> tuple[tuple[Any, ...], Any]:
         """The types of the results and their structure."""
-        types, structure = jax.tree.flatten(jax.eval_shape(self.reference, *self.avals))
+        types, structure = jax.tree.flatten(jax.eval_shape(self.call.reference, *self.call.structs))
         return tuple(types), structure
 
     @functools.cached_property
     def label(self) -> str:
         """Tells calls apart that compute different things, for JAX's compile cache: it sees no more of a call."""
-        program = re.sub(r" at 0x\w+", "", str(jax.make_jaxpr(self.reference)(*self.avals)))
-        return f"{self.operation} {hashlib.sha256(f'{_version()} {self.options} {program}'.encode()).hexdigest()}"
+        program = re.sub(r" at 0x\w+", "", str(jax.make_jaxpr(self.call.reference)(*self.call.structs)))
+        key = f"{_version()} {self.call.options} {program}"
+        return f"{self.call.operation} {hashlib.sha256(key.encode()).hexdigest()}"
 
     def __call__(self, *arrays: Any) -> Any:
         """Returns the function's result."""
@@ -111,8 +100,8 @@ class Shared:
 
     def _of(self, cut: Cut | None) -> Callable[..., Any]:
         if cut is None:
-            return self.reference
-        return partial(self.parts, cut.sums) if cut.sums else self.function
+            return self.call.reference
+        return partial(self.call.parts, cut.sums) if cut.sums else self.call
 
     def _result(self, cut: Cut | None, *arrays: Any) -> list[Any]:
         return jax.tree.leaves(self._of(cut)(*told_of_parts(self.rule, cut, arrays)))
@@ -197,71 +186,9 @@ def _share(cotangent: jax.Array, axes: Axes, result: jax.Array) -> jax.Array:
     return varying(cotangent, tuple(jax.typeof(result).manual_axis_type.varying))
 
 
-def shared_by(
-    operation: str,
-    dimensions: Dimensions,
-    function: Callable[..., Any],
-    call: Callable[..., Any],
-    reference: Callable[..., Any],
-    arguments: Any,
-    places: Sequence[int],
-) -> Shared | None:
-    """Returns a call of an operation as one whose work devices share, or None if they cannot.
-
-    function: the operation. call, reference: the call as a function of its arrays, with its kernels and by XLA.
-    arguments: its positional arguments and those by name. places: where the arrays are among their leaves.
-    """
-    leaves, structure = jax.tree.flatten(arguments)
-    signature = inspect.signature(function)
-
-    def by_name(leaves: Sequence[Any]) -> dict[str, Any]:
-        args, kwargs = jax.tree.unflatten(structure, leaves)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return bound.arguments
-
-    paths = jax.tree_util.tree_leaves_with_path(by_name([_Place(i) for i in range(len(leaves))]))
-    name_of = {
-        leaf.i: jax.tree_util.keystr(path, simple=True, separator=".")
-        for path, leaf in paths
-        if isinstance(leaf, _Place)
-    }
-    shapes = [(name_of[place], leaves[place].shape) for place in places]
-    avals = tuple(jax.ShapeDtypeStruct(leaves[place].shape, leaves[place].dtype) for place in places)
-    results = jax.tree.leaves(jax.eval_shape(reference, *avals))
-    rule = rule_of(dimensions, by_name(leaves), shapes, [each.shape for each in results])
-    if isinstance(rule, str):
-        return None
-
-    def with_arrays(arrays: Sequence[Any]) -> dict[str, Any]:
-        merged = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            merged[place] = array
-        return by_name(merged)
-
-    def parts(sums: Mapping[str, Sums], *arrays: Any) -> Any:
-        assert dimensions.parts is not None
-        return dimensions.parts(with_arrays(arrays), sums)
-
-    def in_place(arrays: Sequence[Any], written: RowBlock) -> tuple[jax.Array, ...]:
-        assert dimensions.in_place is not None
-        return tuple(jax.tree.leaves(dimensions.in_place(with_arrays(arrays), written)))
-
-    others = {place: leaf for place, leaf in enumerate(leaves) if place not in places}
-    return Shared(
-        operation=operation,
-        function=call,
-        reference=reference,
-        parts=parts,
-        in_place=in_place if dimensions.in_place else None,
-        rule=replace(rule, overlaps=is_overlapping()),
-        options=re.sub(r" at 0x\w+", "", f"{others} {structure}"),
-        avals=avals,
-    )
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands for a leaf of the arguments."""
-
-    i: int
+def shared_by(call: Call) -> Shared | None:
+    """Returns a call of an operation as one whose work devices share, or None if they cannot."""
+    shapes = [(name, array.shape) for name, array in zip(call.names(), call.arrays, strict=True)]
+    results = jax.tree.leaves(jax.eval_shape(call.reference, *call.structs))
+    rule = rule_of(call.dimensions, call.by_name(call.arrays), shapes, [each.shape for each in results])
+    return None if isinstance(rule, str) else Shared(call=call, rule=replace(rule, overlaps=is_overlapping()))

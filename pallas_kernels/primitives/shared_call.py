@@ -172,9 +172,11 @@ def _partition(
         jaxpr = jax.make_jaxpr(partial(local, call), axis_env=[*mesh.shape.items()])(*parts)
         return _OneDevice(jaxpr=jaxpr, specs=specs)
 
-    gather = gather_of(rule, cut, dict(mesh.shape), asked, len(shared.results[0])) if shared.in_place else None
+    can_travel = shared.call.dimensions.in_place is not None
+    gather = gather_of(rule, cut, dict(mesh.shape), asked, len(shared.results[0])) if can_travel else None
     if gather is not None and asked not in known:
-        ring = local_call(partial(gather.run, rule, run, shared.in_place), rule, cut, asked, where, warn, str(gather))
+        run_ring = partial(gather.run, rule, run, shared.call.in_place)
+        ring = local_call(run_ring, rule, cut, asked, where, warn, str(gather))
         with contextlib.suppress(NotImplementedError):  # without a kernel that takes the blocks, rows are gathered
             known[asked] = traced(ring, gather.specs(rule, cut, specs))
     if asked not in known:

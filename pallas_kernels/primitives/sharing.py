@@ -29,7 +29,7 @@ def traced_once(function: Callable[..., Any], *parts: Any) -> Callable[..., Any]
         hash(known)
     except TypeError:
         return function
-    return functools.partial(_call, known)
+    return _jitted(known)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,9 @@ class _Known:
     function: Callable[..., Any] = dataclasses.field(compare=False)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=jax.Inline.JAX_EARLY)
-def _call(known: _Known, *args: Any, **kwargs: Any) -> Any:
-    return known.function(*args, **kwargs)
+@functools.lru_cache(maxsize=4096)
+def _jitted(known: _Known) -> Callable[..., Any]:
+    return jax.jit(known.function, inline=jax.Inline.JAX_EARLY)
 
 
 def without_values[T](tree: T) -> T:

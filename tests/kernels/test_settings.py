@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 from compile_deviceless import kernel_calls
@@ -52,6 +55,33 @@ def test_every_kernel_is_made_with_the_package_s_settings():
     folder = Path(pallas_kernels.__file__).parent
     own = [file.name for file in folder.rglob("*.py") if "plgpu.kernel(" in file.read_text()]
     assert own == ["settings.py"], "call pallas_kernels.primitives.settings.kernel in place of plgpu.kernel"
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "frames"),
+    [
+        ("rms_norm", [(3, 264), (264,)], 9),
+        ("attention", [(1, 72, 3, 64)] * 3, 7),
+        ("gated_linear", [(130, 192), (192, 320), (192, 320)], 9),
+    ],
+)
+def test_few_frames_lead_from_a_call_to_its_launch(name, shapes, frames, monkeypatch):
+    real, folder, found = plgpu.kernel, str(Path(pallas_kernels.__file__).parent), []
+
+    def kernel(body, **options):
+        launch = real(body, **options)
+
+        def counted(*operands):
+            found.append(sum(frame.filename.startswith(folder) for frame in traceback.extract_stack()))
+            return launch(*operands)
+
+        return counted
+
+    monkeypatch.setattr(plgpu, "kernel", kernel)
+    function = partial(getattr(pallas_kernels, name), implementation="mosaic")
+    with jax.sharding.use_abstract_mesh(HOPPER):
+        jax.eval_shape(function, *(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes))
+    assert found == [frames]
 
 
 @pytest.mark.parametrize("op", REGISTRY.values(), ids=lambda op: op.name)

@@ -126,28 +126,21 @@ def before_product(norm: Norm | None, x: jax.Array, config: Any) -> tuple[jax.Ar
 
 
 def after_norm(
-    differentiable: Callable[..., Any],
-    forward: Callable[..., Any],
-    config: Any,
-    norm: Norm | None,
-    x: jax.Array,
-    *operands: Any,
+    differentiable: Callable[..., Any], forward: Callable[..., Any], norm: Norm | None, x: jax.Array, *operands: Any
 ) -> Any:
     """Returns a product of x's normalised rows: in one launch where no gradient is taken, if that is possible.
 
-    differentiable: computes the product from normalised rows and the operands. forward: computes it from rows, the
-    operands and `before_product`'s keywords, in the configuration `config`.
+    differentiable: computes the product from normalised rows and the operands. forward: computes it from rows, the norm
+    and the operands by `product`.
     """
-    apart = usual_promotion(lambda x, norm, *operands: differentiable(normalised(norm, x), *operands))
 
-    def together(x, norm, *operands):
-        rows, options = before_product(norm, x, config)
-        return forward(rows, *operands, **options)
+    def apart(x, norm, *operands):
+        return differentiable(normalised(norm, x), *operands)
 
-    return differentiated_as(apart, usual_promotion(together))(x, norm, *operands)
+    return differentiated_as(apart, forward)(x, norm, *operands)
 
 
-@usual_promotion
+@usual_promotion()
 def fold_scale(norm: Norm, *weights: jax.Array) -> tuple[Norm, tuple[jax.Array, ...]]:
     """Folds a norm's scale into the rows of the weights after it.
 

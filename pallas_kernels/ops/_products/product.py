@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import Norm
+from pallas_kernels.ops._products.norm import before_product
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS, FewRowsConfig, choose_few_rows
 from pallas_kernels.primitives.few_rows.kernel import few_rows_product
 from pallas_kernels.primitives.gemm.config import MOST_MIXED_ROWS, GemmConfig, choose_config
@@ -20,14 +22,22 @@ Config = GemmConfig | FewRowsConfig
 
 
 def product(
-    x: jax.Array, weights: Sequence[jax.Array], *, scales: Sequence[jax.Array] = (), config: Config, **options: Any
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    *,
+    norm: Norm | None = None,
+    scales: Sequence[jax.Array] = (),
+    config: Config,
+    **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """Returns the epilogue's results for x's products with the weights.
+    """Returns the epilogue's results for the products of x's rows, which the norm normalises, with the weights.
 
     x: (rows, features); weights: (features, outputs) each, of one 16-bit dtype; or with scales, (groups, outputs),
     integers (outputs, features). options: those of `few_rows_product`, `gemm` or, of one integer weight,
     `integer_gemm`, by the kind of the configuration.
     """
+    x, before = before_product(norm, x, config)
+    options |= before
     if isinstance(config, FewRowsConfig):
         return few_rows_product(x, weights, scales=scales, config=config, **options)
     if scales:

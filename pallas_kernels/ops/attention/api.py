@@ -17,20 +17,19 @@ from pallas_kernels.ops.attention.forward.kernel import attention_forward
 from pallas_kernels.ops.attention.problem import HEAD_SIZES, Extras, Problem, averaged, extras_of, facts_of, tiles_of
 from pallas_kernels.ops.attention.reference import attention_reference
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.exponents import LOWEST_SCORE
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation, usual_promotion
+from pallas_kernels.primitives.settings import usual_promotion
 
 MOSAIC_DTYPES = ("bfloat16", "float16")
 
 
-@shares(
+@operation(
     "query: b !t (g r) !d, key: b !s g d, value: b s g d, bias: b (g r) t s, mask: b (g r) t s, "
     "dropout_mask: b (g r) t s, dropout_key: key of b (g r) _, "
     "segment_ids: b t, segment_ids.0: b t, segment_ids.1: b s, sinks: (g r) -> b t (g r) d, b (g r) t"
 )
-@operation
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -193,7 +192,7 @@ def _mosaic_fwd(problem, returns_lse, query, key, value, extras):
     return (out, lse), (query, key, value, out, lse, extras)
 
 
-@usual_promotion
+@usual_promotion()
 def _mosaic_bwd(problem, returns_lse, saved, cotangents):
     query, key, value, out, lse, extras = saved
     dout, dlse = cotangents

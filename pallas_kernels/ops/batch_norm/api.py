@@ -12,10 +12,9 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.ops.batch_norm.mosaic_gpu import batch_norm_backward, batch_norm_forward
 from pallas_kernels.ops.batch_norm.reference import batch_norm_reference
 from pallas_kernels.primitives.checks import added_number, as_arrays, check_features
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation
 
 MOST_XLA_ROWS = 64
 """Up to this number of rows, XLA computes the statistics, the result and the gradient: for 4096 features of 16 bits it
@@ -28,8 +27,7 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> Any:
     return batch_norm_reference(**given, over=sums["..."].axes)
 
 
-@shares("x: +... d, scale: d, bias: d -> ... d, d, d", _from_parts)
-@operation
+@operation("x: +... d, scale: d, bias: d -> ... d, d, d", _from_parts)
 def batch_norm(
     x: jax.Array,
     scale: jax.Array,

@@ -11,20 +11,18 @@ from pallas_kernels.ops.bias_activation.mosaic_gpu import bias_activation_backwa
 from pallas_kernels.ops.bias_activation.reference import bias_activation_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, check_features, check_like, dropout_words, optional_arrays
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
 from pallas_kernels.primitives.gradients import with_backward
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.random import of_part
-from pallas_kernels.primitives.settings import operation
 
 _FEW_COLUMNS = 192
 """Up to this number of float32 columns XLA is faster: 7553x136 takes 2.8 µs, by the kernel 4.0, with gradients 7.7 and
 12.0 (H100). Of 16 bits 2816x192 takes 7.1 with gradients, and 7.7 with XLA's forward pass (H200)."""
 
 
-@shares("x: ... d, bias: d, residual: ... d, dropout_key: key of ... d -> ... d")
-@operation
+@operation("x: ... d, bias: d, residual: ... d, dropout_key: key of ... d -> ... d")
 def bias_activation(
     x: jax.Array,
     bias: jax.Array | None,

@@ -14,17 +14,16 @@ from pallas_kernels.ops.cross_entropy.formula import Terms
 from pallas_kernels.ops.cross_entropy.mosaic_gpu import cross_entropy_backward, cross_entropy_forward, scale_in_place
 from pallas_kernels.ops.cross_entropy.reference import cross_entropy_reference, label_kinds, wide_labels
 from pallas_kernels.primitives.checks import as_arrays, check_floating, finite_number, static_integer, static_number
-from pallas_kernels.primitives.dimensions import shares
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
-from pallas_kernels.primitives.settings import operation
 
 Reduction = Literal["none", "sum", "mean"]
 IGNORED = -1
 
 
 def dimensions(arguments: Mapping[str, Any], inputs: str) -> str:
-    """Returns the text for `shares`: a loss without reduction has rows, a reduced one is a sum over them.
+    """Returns the text for `operation`: a loss without reduction has rows, a reduced one is a sum over them.
 
     inputs: the dimensions of the arrays but labels.
     """
@@ -62,8 +61,7 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Ar
     return loss_from_parts(cross_entropy, cross_entropy_reference, arguments, sums)
 
 
-@shares(partial(dimensions, inputs="logits: ... +v"), _from_parts)
-@operation
+@operation(partial(dimensions, inputs="logits: ... +v"), _from_parts)
 def cross_entropy(
     logits: jax.Array,
     labels: jax.Array,

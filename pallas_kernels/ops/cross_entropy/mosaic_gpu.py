@@ -26,9 +26,20 @@ from pallas_kernels.ops.cross_entropy.mosaic_gpu_ring import ring_kernel
 from pallas_kernels.primitives import settings
 from pallas_kernels.primitives.exponents import LOWEST
 from pallas_kernels.primitives.platform import target_device
-from pallas_kernels.primitives.references import in_place
-from pallas_kernels.primitives.row_kernel import HeldRows, RowChunks, compiler_params, held_segments, row_kernel
-from pallas_kernels.primitives.rows import load_row, map_row, row_columns, row_max, row_sum, store_row, to_float32
+from pallas_kernels.primitives.references import changed_in_place
+from pallas_kernels.primitives.row_kernel import HeldRows, RowChunks, compiler_params, held_segments
+from pallas_kernels.primitives.rows import (
+    load_row,
+    map_row,
+    row_columns,
+    row_grid,
+    row_max,
+    row_of_block,
+    row_sum,
+    store_row,
+    to_float32,
+)
+from pallas_kernels.primitives.settings import named_kernel
 
 Statistics = tuple[jax.Array, jax.Array]
 """The maximum of each row, and sum(exp(logit - maximum)); (rows,) float32."""
@@ -78,7 +89,8 @@ def _whole_rows_kernel(
     rows, vocabulary = logits.shape
     at_once, segments = held_segments((rows, vocabulary), logits.dtype.itemsize)
 
-    def compute(row, refs):
+    def body(refs):
+        row = row_of_block(rows, at_once)
         held = HeldRows(at=row, segments=segments)
         weight = weight_of(held.load_value, refs.get("weights"))
         token = terms.token(held.load_value(refs["labels"]), weight)
@@ -96,13 +108,13 @@ def _whole_rows_kernel(
         held.store_value(refs["maximum"], maximum)
         held.store_value(refs["total"], total)
 
-    return row_kernel(
-        compute,
+    return named_kernel(
+        body,
         operands,
         outputs,
         name="cross_entropy_with_gradient" if with_gradient else "cross_entropy",
-        rows=rows,
-        at_once=at_once,
+        grid=row_grid(rows, at_once),
+        compiler_params=compiler_params(logits.dtype),
     )
 
 
@@ -114,8 +126,8 @@ def _split_kernels(
     chunks = RowChunks.make(vocabulary, logits.dtype.itemsize, chunk)
     kinds = ("part_maximum", "part_total", *(["part_logits"] if terms.label_smoothing else []))
 
-    def summarize(block, refs):
-        row, part = row_and_part(block, chunks.parts)
+    def summarize(refs):
+        row, part = row_and_part(lax.axis_index("block"), chunks.parts)
 
         def of_part(columns, segments):
             values = to_float32(load_row(refs["logits"].at[row, columns], segments))
@@ -127,12 +139,13 @@ def _split_kernels(
 
         chunks.at(part, of_part)
 
-    parts = row_kernel(
+    parts = named_kernel(
         summarize,
         {"logits": logits},
         dict.fromkeys(kinds, jax.ShapeDtypeStruct((rows, chunks.parts), jnp.float32)),
         name="cross_entropy_parts",
-        rows=rows * chunks.parts,
+        grid={"block": rows * chunks.parts},
+        compiler_params=compiler_params(logits.dtype),
     )
     return kernel_from_parts(operands | parts, outputs, terms=terms, chunks=chunks, name="cross_entropy_from_parts")
 
@@ -186,7 +199,8 @@ def kernel_from_parts(
     rows, parts = operands["part_maximum"].shape
     with_gradient, added = "gradient" in outputs, functools.partial(functools.reduce, jnp.add)
 
-    def compute(block, refs):
+    def body(refs):
+        block = lax.axis_index("block")
         row, chunk = row_and_part(block, chunks.parts, reversed_rows=rows) if with_gradient else (block, jnp.int32(0))
         token = terms.token(refs["labels"][row], weight_of(lambda ref: ref[row], refs.get("weights")))
         maxima, totals, *sums = (
@@ -208,12 +222,13 @@ def kernel_from_parts(
             slope = terms.slope(maximum, total, token)
             write_gradient(refs["logits"].at[row], refs["gradient"].at[row], chunks, chunk, slope, token.label)
 
-    return row_kernel(
-        compute,
+    return named_kernel(
+        body,
         operands,
         outputs,
         name=name,
-        rows=rows * (chunks.parts if with_gradient else 1),
+        grid={"block": rows * (chunks.parts if with_gradient else 1)},
+        compiler_params=compiler_params(operands["logits"].dtype),
     )
 
 
@@ -268,11 +283,4 @@ def scale_in_place(gradient: jax.Array, factor: jax.Array) -> jax.Array:
         grid_names=("block",),
         compiler_params=compiler_params(gradient.dtype),
     )
-
-    @in_place
-    def scaled(factor, gradient):
-        ref = jax.new_ref(gradient)
-        scale(factor, ref)
-        return jax.freeze(ref)
-
-    return scaled(factor.reshape(1), gradient)
+    return changed_in_place(scale, (factor.reshape(1),), gradient)[1]

@@ -15,9 +15,9 @@ from pallas_kernels.ops.decode_attention.mosaic_gpu import decode_forward
 from pallas_kernels.ops.decode_attention.plan import HEAD_SIZES, ScoreRule
 from pallas_kernels.ops.decode_attention.reference import appended, decode_attention_reference
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays, positive_number, static_integer
-from pallas_kernels.primitives.dimensions import shares
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation, usual_promotion
+from pallas_kernels.primitives.settings import usual_promotion
 
 DTYPES = ("bfloat16", "float16")
 MOST_TOKENS = 8
@@ -34,8 +34,7 @@ def _dimensions(arguments: Mapping[str, Any]) -> str:
     return f"query: {batch} !t (g r) !d, {caches}, {new} -> b t (g r) d, {cache}, {cache}"
 
 
-@shares(_dimensions)
-@operation
+@operation(_dimensions)
 def decode_attention(
     query: jax.Array,
     key_cache: jax.Array,
@@ -196,7 +195,7 @@ def _mosaic_fwd(rule, *operands):
     return _mosaic(rule, *operands), operands
 
 
-@usual_promotion
+@usual_promotion()
 def _mosaic_bwd(rule, operands, cotangent):
     *arrays, lengths, page_table, new = operands
 

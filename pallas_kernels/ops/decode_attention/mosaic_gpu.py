@@ -40,7 +40,7 @@ from pallas_kernels.primitives.barriers import drain
 from pallas_kernels.primitives.exponents import LOWEST_SCORE
 from pallas_kernels.primitives.flop_metadata import product
 from pallas_kernels.primitives.platform import target_device, varying_like
-from pallas_kernels.primitives.references import in_place
+from pallas_kernels.primitives.references import changed_in_place
 from pallas_kernels.primitives.row_tiles import shared
 from pallas_kernels.primitives.rows import THREADS
 
@@ -100,13 +100,8 @@ def decode_forward(
     if new is None:
         outputs = launch(grouped, *caches, (), indices)
     else:
-
-        @in_place
-        def extended(query, caches, new, indices):
-            references = [jax.new_ref(cache) for cache in caches]
-            return launch(query, *references, new, indices), [jax.freeze(reference) for reference in references]
-
-        outputs, caches = extended(grouped, caches, new, indices)
+        extended = lambda query, new, indices, caches: launch(query, *caches, new, indices)  # noqa: E731
+        outputs, caches = changed_in_place(extended, (grouped, new, indices), caches)
     out = outputs[0] if plan.is_direct else combine(plan, *outputs)
     out = varying_like(out, query, key_cache, value_cache, *indices)
     return (out,) if new is None else (out, *caches)

@@ -15,19 +15,17 @@ from pallas_kernels.ops.dot_interaction.mosaic_gpu import (
 )
 from pallas_kernels.ops.dot_interaction.reference import dot_interaction_reference
 from pallas_kernels.primitives.checks import as_arrays, check_floating, static_flag
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import DTYPES
 from pallas_kernels.primitives.gradients import with_backward
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
 from pallas_kernels.primitives.rows import THREADS
-from pallas_kernels.primitives.settings import operation
 
 MOST_FEATURES = 512
 """The largest vector size: 64 vectors of it take 64 KiB of shared memory."""
 
 
-@shares("features: ... f d -> ... !p")
-@operation
+@operation("features: ... f d -> ... !p")
 def dot_interaction(
     features: jax.Array, *, self_interaction: bool = False, implementation: Implementation = None
 ) -> jax.Array:

@@ -16,11 +16,10 @@ from pallas_kernels.ops.embedding.config import is_preferred, is_product
 from pallas_kernels.ops.embedding.mosaic_gpu_vjp import table_gradient
 from pallas_kernels.ops.embedding.reference import embedding_reference, gather_rows
 from pallas_kernels.primitives.checks import as_arrays, as_int32, check_lookup, check_width
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gradients import with_backward
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import MOSAIC_DTYPES, dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
-from pallas_kernels.primitives.settings import operation
 
 MODES = ("fill", "clip", "promise_in_bounds")
 _MOST_INDICES = 2**30 - 1
@@ -43,8 +42,7 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Ar
     return jnp.where(is_valid[..., None], y, jnp.nan) if mode == "fill" else y
 
 
-@shares("table: +v d, ids: ... -> ... d", _from_parts)
-@operation
+@operation("table: +v d, ids: ... -> ... d", _from_parts)
 def embedding(
     table: jax.Array,
     ids: jax.Array,

@@ -7,14 +7,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.primitives.checks import as_arrays, as_int32, check_floating, check_lookup, optional_arrays
-from pallas_kernels.primitives.dimensions import shares
-from pallas_kernels.primitives.settings import operation
+from pallas_kernels.primitives.operation import operation
 
 MODES = ("sum", "mean")
 
 
-@shares("table: r d, indices: ... i, weights: ... i -> ... d")
-@operation
+@operation("table: r d, indices: ... i, weights: ... i -> ... d")
 def embedding_bag(
     table: jax.Array,
     indices: jax.Array,

@@ -13,10 +13,9 @@ from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_mosa
 from pallas_kernels.ops.gated_activation.reference import gated_activation_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, check_floating, check_like, optional_arrays
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.elementwise import elementwise_unsupported
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation
 
 
 def _dimensions(arguments: Mapping[str, Any]) -> str:
@@ -24,8 +23,7 @@ def _dimensions(arguments: Mapping[str, Any]) -> str:
     return "gate: ... !e -> ... !d" if arguments["up"] is None else "gate: ... d, up: ... d -> ... d"
 
 
-@shares(_dimensions)
-@operation
+@operation(_dimensions)
 def gated_activation(
     gate: jax.Array,
     up: jax.Array | None = None,

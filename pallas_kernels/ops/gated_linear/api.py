@@ -26,11 +26,10 @@ from pallas_kernels.ops.gated_linear.mosaic_gpu import gated_linear_apart, gated
 from pallas_kernels.ops.gated_linear.reference import gated_linear_reference
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, optional_arrays
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.gemm.row_blocks import RowBlock
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation
 
 
 def _in_place(arguments: Mapping[str, Any], written: RowBlock) -> jax.Array:
@@ -41,15 +40,14 @@ def _in_place(arguments: Mapping[str, Any], written: RowBlock) -> jax.Array:
     choose_in_place("gated_linear", arguments["implementation"], x, written, support)
     rows, activation = normalised(norm, as_rows(x)), get_activation("gated_linear", arguments["activation"])
     config = default_config(rows.shape[0], w_gate.shape[1], w_gate.shape[0], products=2)
-    return gated_linear_forward(rows, w_gate, w_up, biases, activation=activation, config=config, written=written)
+    return gated_linear_forward(rows, None, w_gate, w_up, biases, activation=activation, config=config, written=written)
 
 
-@shares(
+@operation(
     "x: ... k, w_gate: k n, w_up: k n, bias_gate: n, bias_up: n, norm.scale: !e, norm.bias: e, norm.mean_square: ... "
     "-> ... n",
     in_place=_in_place,
 )
-@operation
 def gated_linear(
     x: jax.Array,
     w_gate: jax.Array,
@@ -121,7 +119,7 @@ def gated_linear(
     rows, norm, *operands = varying_alike((rows, norm, w_gate, w_up, biases))
     config = default_config(*sizes, products=2, is_normed=is_fusable(norm, rows))
     forward = partial(gated_linear_forward, activation=function, config=config)
-    y = after_norm(partial(gated_linear_apart, function), forward, config, norm, rows, *operands)
+    y = after_norm(partial(gated_linear_apart, function), forward, norm, rows, *operands)
     return y.reshape(*x.shape[:-1], w_gate.shape[1])
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import Norm
 from pallas_kernels.ops._products.product import Config, product, products_by_xla
 from pallas_kernels.ops.gated_activation.mosaic_gpu import gated_activation_mosaic
 from pallas_kernels.primitives.activations import Activation
@@ -17,23 +18,25 @@ Biases = tuple[jax.Array | None, jax.Array | None]
 
 def gated_linear_forward(
     x: jax.Array,
+    norm: Norm | None,
     w_gate: jax.Array,
     w_up: jax.Array,
     biases: Biases = (None, None),
     *,
     activation: Activation,
     config: Config,
-    **before: Any,
+    **options: Any,
 ) -> jax.Array:
-    """Returns activation(x @ w_gate + bias_gate) * (x @ w_up + bias_up).
+    """Returns activation(n @ w_gate + bias_gate) * (n @ w_up + bias_up), n being x's normalised rows.
 
     x: (rows, features), w_gate, w_up: (features, outputs), all of one 16-bit dtype; so is the result. biases:
-    (outputs,) of gate and up, each None for none. before: see `before_product`.
+    (outputs,) of gate and up, each None for none. options: further ones of `product`.
     """
     if any(each is not None for each in biases):
-        before["bias"] = [jnp.zeros(w_gate.shape[1], x.dtype) if each is None else each for each in biases]
+        options["bias"] = [jnp.zeros(w_gate.shape[1], x.dtype) if each is None else each for each in biases]
     epilogue = Epilogue(activation=activation, gated=True)
-    return product(x, [w_gate, w_up], config=config, name="gated_linear", epilogue=epilogue, **before)[0]
+    options |= {"name": "gated_linear", "epilogue": epilogue}
+    return product(x, [w_gate, w_up], norm=norm, config=config, **options)[0]
 
 
 def gated_linear_apart(

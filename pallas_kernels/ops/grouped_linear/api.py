@@ -17,10 +17,9 @@ from pallas_kernels.ops.grouped_linear.reference import grouped_gated_linear_ref
 from pallas_kernels.ops.linear.reference import given_product
 from pallas_kernels.primitives.activations import get_activation
 from pallas_kernels.primitives.checks import as_arrays, as_int32, optional_arrays, static_flag
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES, FEWEST_OUTPUTS
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation
 
 
 def _dimensions(arguments: Mapping[str, Any]) -> str:
@@ -57,8 +56,7 @@ def _of_own_groups(
     return sums["g"].total(jnp.roll(layer({**arguments, "x": x, "group_sizes": own}), start, axis=0))
 
 
-@shares(_dimensions, _from_parts)
-@operation
+@operation(_dimensions, _from_parts)
 def grouped_linear(
     x: jax.Array,
     w: jax.Array,
@@ -129,8 +127,7 @@ def _gated_from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> 
 _GATED_DIMENSIONS = "x: m k, w_gate: +g k n, w_up: g k n, bias_gate: g n, bias_up: g n, group_sizes: sizes of m -> m n"
 
 
-@shares(_GATED_DIMENSIONS, _gated_from_parts)
-@operation
+@operation(_GATED_DIMENSIONS, _gated_from_parts)
 def grouped_gated_linear(
     x: jax.Array,
     w_gate: jax.Array,

@@ -24,15 +24,14 @@ from pallas_kernels.ops.linear.reference import (
     linear_reference,
     linear_residual_norm_reference,
 )
+from pallas_kernels.primitives.call import is_open
 from pallas_kernels.primitives.checks import as_arrays
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.gemm.row_blocks import RowBlock
 from pallas_kernels.primitives.odd_sizes import matmul
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.overlapped import is_overlapping
-from pallas_kernels.primitives.partitioned import is_open
 from pallas_kernels.primitives.platform import varying_alike
-from pallas_kernels.primitives.settings import operation
 from pallas_kernels.primitives.triton_calls import triton_missing
 
 
@@ -58,8 +57,7 @@ def _in_place(arguments: Mapping[str, Any], written: RowBlock) -> jax.Array:
     return linear_forward(layer, rows._replace(x=normalised(norm, rows.x)), written=written)[0]
 
 
-@shares("x: ... +k, w: k n, bias: n, residual: ... n -> ... n", _from_parts, scatters=True, in_place=_in_place)
-@operation
+@operation("x: ... +k, w: k n, bias: n, residual: ... n -> ... n", _from_parts, scatters=True, in_place=_in_place)
 def linear(
     x: jax.Array,
     w: jax.Array,
@@ -132,11 +130,10 @@ def linear(
     return y.reshape(*arrays.x.shape[:-1], -1)
 
 
-@shares(
+@operation(
     "x: ... k, w: k n, norm.scale: !e, norm.bias: e, norm.mean_square: ..., bias: n, residual: ... n -> ... n",
     in_place=_in_place,
 )
-@operation
 def norm_linear(
     x: jax.Array,
     w: jax.Array,
@@ -196,10 +193,10 @@ def norm_linear(
         known = config.tuned_key(layer, arrays)
         own = config.tuned_config(known, arrays.x.shape[0], is_normed=is_fusable(norm, arrays.x))
 
-        def forward(*rows, **before):
-            return linear_forward(layer, LayerArrays(*rows), **before, config=own)[0]
+        def forward(x, norm, *others):
+            return linear_forward(layer, LayerArrays(x, *others), norm=norm, config=own)[0]
 
-        return after_norm(lambda *rows: linear_mosaic(layer, LayerArrays(*rows)), forward, own, norm, *arrays)
+        return after_norm(lambda *rows: linear_mosaic(layer, LayerArrays(*rows)), forward, norm, *arrays)
 
     def reference(norm, arrays):
         return layer_reference(layer, arrays, norm=norm)
@@ -216,8 +213,7 @@ def _residual_norm_from_parts(arguments: Mapping[str, Any], sums: Mapping[str, A
     return linear_residual_norm_reference(sums["k"].total(linear(x, w)), w, **after, multiply=given_product)
 
 
-@shares("x: ... +k, w: k !n, residual: ... n, bias: n -> ... n, ...", _residual_norm_from_parts, scatters=True)
-@operation
+@operation("x: ... +k, w: k !n, residual: ... n, bias: n -> ... n, ...", _residual_norm_from_parts, scatters=True)
 def linear_residual_norm(
     x: jax.Array,
     w: jax.Array,

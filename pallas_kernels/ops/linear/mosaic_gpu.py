@@ -25,11 +25,11 @@ def linear_forward(
     *,
     keeps_product: bool = False,
     config: Config | None = None,
-    **before: Any,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns activation(x @ w + bias) + residual, and x @ w in x's dtype if it is kept, else None.
 
-    x: (rows, features), w: (features, outputs), of one 16-bit dtype. before: see `before_product`.
+    x: (rows, features), w: (features, outputs), of one 16-bit dtype. options: further ones of `product`.
     """
     x, w, bias, residual = arrays
     config = config or tuned_config(tuned_key(layer, arrays), x.shape[0], keeps_product=keeps_product)
@@ -42,7 +42,7 @@ def linear_forward(
         bias=bias,
         residual=residual,
         out_dtype=layer.out_dtype,
-        **before,
+        **options,
     )
     return results[0], results[1] if keeps_product else None
 

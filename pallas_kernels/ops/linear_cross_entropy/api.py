@@ -36,12 +36,11 @@ from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu import Statistics, logit
 from pallas_kernels.ops.linear_cross_entropy.mosaic_gpu_vjp import gradients
 from pallas_kernels.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
 from pallas_kernels.primitives.checks import as_arrays
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import COLUMNS, FEWEST_OUTPUTS, operands_unsupported
 from pallas_kernels.primitives.hopper import TMA_ROWS
 from pallas_kernels.primitives.odd_sizes import MATRICES, matmul, padding_of
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation
 from pallas_kernels.specs import Static
 
 Arrays = tuple[jax.Array, jax.Array, jax.Array]
@@ -54,8 +53,7 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Ar
     return loss_from_parts(linear_cross_entropy, linear_cross_entropy_reference, arguments, sums)
 
 
-@shares(partial(dimensions, inputs="hidden: ... k, w: k +v"), _from_parts)
-@operation
+@operation(partial(dimensions, inputs="hidden: ... k, w: k +v"), _from_parts)
 def linear_cross_entropy(
     hidden: jax.Array,
     w: jax.Array,

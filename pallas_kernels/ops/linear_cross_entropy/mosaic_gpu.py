@@ -32,7 +32,7 @@ from pallas_kernels.primitives.gemm.pipeline import Ring, produce, ring_types
 from pallas_kernels.primitives.gemm.problem import Problem
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import varying_like
-from pallas_kernels.primitives.references import in_place
+from pallas_kernels.primitives.references import changed_in_place
 from pallas_kernels.primitives.row_tiles import shared
 
 Extras = Mapping[str, Any]
@@ -118,13 +118,9 @@ def product_kernel(
         outputs = kernel(a, b, dict(extras))
         return tuple(varying_like(output, a, b, *jax.tree.leaves(extras)) for output in outputs)
 
-    @in_place
-    def launch(a, b, extras, changed):
-        references = jax.tree.map(jax.new_ref, changed)
-        outputs = kernel(a, b, {**extras, **references})
-        return *outputs, *map(jax.freeze, references.values())
-
-    return launch(a, b, dict(extras), dict(changed))
+    launch = lambda a, b, extras, references: kernel(a, b, {**extras, **references})  # noqa: E731
+    outputs, own = changed_in_place(launch, (a, b, dict(extras)), dict(changed))
+    return *outputs, *own.values()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,10 @@ from pallas_kernels.ops.lora_linear.config import preferred
 from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_backward, lora_linear_forward
 from pallas_kernels.ops.lora_linear.reference import lora_linear_reference
 from pallas_kernels.primitives.checks import as_arrays, finite_number, optional_arrays
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.gradients import with_backward
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import varying_alike
-from pallas_kernels.primitives.settings import operation
 
 MOST_RANK = 128
 
@@ -31,8 +30,7 @@ def _from_parts(arguments: Mapping[str, Any], sums: Mapping[str, Any]) -> jax.Ar
     return total if bias is None else (total.astype(jnp.float32) + bias).astype(total.dtype)
 
 
-@shares("x: ... +k, w: k n, a: k !r, b: r n, bias: n -> ... n", _from_parts, scatters=True)
-@operation
+@operation("x: ... +k, w: k n, a: k !r, b: r n, bias: n -> ... n", _from_parts, scatters=True)
 def lora_linear(
     x: jax.Array,
     w: jax.Array,

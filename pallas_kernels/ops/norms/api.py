@@ -30,10 +30,9 @@ from pallas_kernels.primitives.checks import (
     optional_arrays,
     static_flag,
 )
-from pallas_kernels.primitives.dimensions import shares
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
-from pallas_kernels.primitives.settings import operation
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
 _NORMS = ("rms_norm", "layer_norm")
@@ -45,8 +44,7 @@ def _from_parts(is_centered: bool, arguments: Mapping[str, Any], sums: Mapping[s
     return norm_reference(**given, is_centered=is_centered, mean=sums["d"].mean)
 
 
-@shares("x: ... +d, scale: d, residual: ... d -> ... d, ... d", partial(_from_parts, False))
-@operation
+@operation("x: ... +d, scale: d, residual: ... d -> ... d, ... d", partial(_from_parts, False))
 def rms_norm(
     x: jax.Array,
     scale: jax.Array,
@@ -99,8 +97,7 @@ def rms_norm(
     return run_norm("rms_norm", norm, rms_norm_reference, implementation, *arrays, returns_total=returns_total)
 
 
-@shares("x: ... +d, scale: d, bias: d, residual: ... d -> ... d, ... d", partial(_from_parts, True))
-@operation
+@operation("x: ... +d, scale: d, bias: d, residual: ... d -> ... d, ... d", partial(_from_parts, True))
 def layer_norm(
     x: jax.Array,
     scale: jax.Array | None = None,
@@ -146,8 +143,7 @@ def layer_norm(
     return run_norm("layer_norm", norm, layer_norm_reference, implementation, *arrays, returns_total=returns_total)
 
 
-@shares("x: ... !d, scale: d, bias: d, residual: ... d, key: key of ... d -> ... d, ... d")
-@operation
+@operation("x: ... !d, scale: d, bias: d, residual: ... d, key: key of ... d -> ... d, ... d")
 def dropout_residual_norm(
     x: jax.Array,
     scale: jax.Array | None = None,

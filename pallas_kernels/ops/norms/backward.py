@@ -193,7 +193,7 @@ def _differentiate(
     return added
 
 
-@usual_promotion
+@usual_promotion()
 def xla_gradients(norm: StaticNorm, total, statistics, dy, *, scale, bias, dtotal, words) -> NormGradients:
     """Computes the gradients of `norm_backward` in plain `jax.numpy`, in float32 up to the results."""
     inverse, *means = statistics[..., None]

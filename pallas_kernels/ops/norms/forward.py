@@ -18,17 +18,19 @@ from pallas_kernels.ops.norms.norm import StaticNorm, center
 from pallas_kernels.primitives.elementwise import COMPILER_PARAMS
 from pallas_kernels.primitives.platform import target_device
 from pallas_kernels.primitives.random import Words, mixed_words
-from pallas_kernels.primitives.row_kernel import HeldRows, held_segments, row_kernel
+from pallas_kernels.primitives.row_kernel import HeldRows, held_segments
 from pallas_kernels.primitives.rows import (
-    Row,
     RowValues,
     Segment,
     load_columns,
     load_row,
     map_row,
+    row_grid,
+    row_of_block,
     store_row,
     to_float32,
 )
+from pallas_kernels.primitives.settings import named_kernel
 
 
 def norm_forward(
@@ -58,7 +60,8 @@ def norm_forward(
         is_ahead = reads_ahead(rows, features, dtype.itemsize, gain_bytes=gain_bytes, cores=cores)
     at_once, segments = held_segments(x.shape, dtype.itemsize)
 
-    def compute(row: Row, refs: dict[str, Any]) -> None:
+    def body(refs: dict[str, Any]) -> None:
+        row = row_of_block(rows, at_once)
         held = HeldRows(at=row, segments=segments)
         words = mixed_words(refs["words"]) if "words" in refs else None
         gain = _load_gain(refs, segments) if is_ahead else None
@@ -81,14 +84,13 @@ def norm_forward(
     outputs = {"y": jax.ShapeDtypeStruct(x.shape, dtype)}
     outputs |= {} if residual is None else {"total": outputs["y"]}
     outputs |= {"statistics": norm.statistics(rows, dtype)} if with_statistics else {}
-    results = row_kernel(
-        compute,
+    results = named_kernel(
+        body,
         {"x": x, "scale": scale, "bias": bias, "residual": residual, "words": words},
         outputs,
         name=norm.kernel_name(has_residual=residual is not None, has_dropout=words is not None),
+        grid=row_grid(rows, at_once),
         compiler_params=COMPILER_PARAMS,
-        rows=rows,
-        at_once=at_once,
     )
     return results["y"], results.get("total"), results.get("statistics")
 

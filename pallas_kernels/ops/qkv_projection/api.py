@@ -22,12 +22,11 @@ from pallas_kernels.ops.qkv_projection.reference import qkv_projection_reference
 from pallas_kernels.ops.rope.heads_kernel import HeadNorm
 from pallas_kernels.ops.rope.tables import check_tables, row_tables
 from pallas_kernels.primitives.checks import as_arrays, positive_number, static_integer
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.gemm.operands import operands_unsupported
 from pallas_kernels.primitives.gemm.row_blocks import RowBlock
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.row_tiles import HEAD_SIZES
-from pallas_kernels.primitives.settings import operation
 
 _BIASES = ("the bias of w_q", "the bias of w_k", "the bias of w_v")
 
@@ -67,8 +66,7 @@ def _in_place(arguments: Mapping[str, Any], written: RowBlock) -> tuple[jax.Arra
     return qkv_projection_forward(form, given, tables, written=written)[0]
 
 
-@shares(_dimensions, in_place=_in_place)
-@operation
+@operation(_dimensions, in_place=_in_place)
 def qkv_projection(
     x: jax.Array,
     w_q: jax.Array,
@@ -161,10 +159,10 @@ def qkv_projection(
     def differentiable(x, given, tables):
         return qkv_projection_mosaic(form, replace(given, x=x), tables)
 
-    def forward(x, given, tables, **before):
-        return qkv_projection_forward(form, replace(given, x=x), tables, **before, config=config)[0]
+    def forward(x, norm, given, tables):
+        return qkv_projection_forward(form, replace(given, x=x), tables, norm=norm, config=config)[0]
 
-    results = after_norm(differentiable, forward, config, norm, given.x, replace(given, x=None), tables)
+    results = after_norm(differentiable, forward, norm, given.x, replace(given, x=None), tables)
     shapes = [(y.shape[1],) if head_size is None else (y.shape[1] // head_size, head_size) for y in results]
     q, k, v = (y.reshape(*x.shape[:-1], *shape) for y, shape in zip(results, shapes, strict=True))
     return q, k, v

@@ -34,20 +34,20 @@ def qkv_projection_forward(
     tables: Tables | None = None,
     *,
     config: Config | None = None,
-    **before: Any,
+    **options: Any,
 ) -> tuple[tuple[jax.Array, ...], Sequence[jax.Array | None]]:
     """Returns query, key and value, and the products of query and key that the backward pass needs.
 
     Results are x @ w for each of the three weights, heads normalised and rotated, (rows, outputs) each. Products have
     their biases; each is None if its heads are not normalised.
 
-    tables: cosines and sines, with a `form` that rotates. before: see `before_product`.
+    tables: cosines and sines, with a `form` that rotates. options: further ones of `product`.
     """
     config = config or chosen_config(given.x, given.weights, form)
     by_column = tables is not None and tables[0].shape[1] == form.size
     if form.size is None or not (form.is_normed or (by_column and isinstance(config, FewRowsConfig))):
-        return _projected(form, given, tables, config, **before), (None, None)
-    products = _projected(HeadForm(size=form.size), given, None, config, **before)
+        return _projected(form, given, tables, config, **options), (None, None)
+    products = _projected(HeadForm(size=form.size), given, None, config, **options)
     heads, _ = launch_heads(
         heads_of(form, given, products), tables, size=form.size, is_backward=False, name="qkv_heads"
     )
@@ -60,19 +60,19 @@ def qkv_projection_mosaic(form: HeadForm, given: Operands, tables: Tables | None
     return rotating(partial(_forward, form), partial(_backward, form), partial(_reference, form))(given, tables)
 
 
-@usual_promotion
+@usual_promotion()
 def _forward(form, given, tables):
     results, products = qkv_projection_forward(form, given, tables)
     return results, (given, tables, products)
 
 
-@usual_promotion
+@usual_promotion()
 def _backward(form, saved, cotangents):
     given, tables, products = saved
     return qkv_projection_backward(form, given, tables, products, cotangents)
 
 
-@usual_promotion
+@usual_promotion()
 def _reference(form, given, tables):
     norms = [
         None if norm is None else Norm(scale, epsilon=norm.epsilon, rounds_before_scale=norm.rounds_before_scale)
@@ -92,9 +92,9 @@ def _reference(form, given, tables):
 
 
 def _projected(
-    form: HeadForm, given: Operands, tables: Tables | None, config: Config, **before: Any
+    form: HeadForm, given: Operands, tables: Tables | None, config: Config, **options: Any
 ) -> tuple[jax.Array, ...]:
     """Returns the products with their biases, heads rotated if there are tables."""
     rotation = None if tables is None else Rotation(size=form.size or 0, cos=tables[0], sin=tables[1])
-    options = {"bias": given.biases, "rotation": rotation, "is_concatenated": True, "name": "qkv_projection"}
-    return product(given.x, given.weights, config=config, **options, **before)
+    options |= {"bias": given.biases, "rotation": rotation, "is_concatenated": True, "name": "qkv_projection"}
+    return product(given.x, given.weights, config=config, **options)

@@ -17,20 +17,19 @@ from pallas_kernels.ops.linear.reference import layer_reference
 from pallas_kernels.ops.quantized_linear.config import MOST_DIFFERENTIATED_ROWS, default_config, is_preferred
 from pallas_kernels.ops.quantized_linear.weight import DTYPES as WEIGHT_DTYPES
 from pallas_kernels.ops.quantized_linear.weight import GROUP_SIZES, QuantizedWeight
-from pallas_kernels.primitives.dimensions import shares
 from pallas_kernels.primitives.few_rows.config import MOST_ROWS
 from pallas_kernels.primitives.gemm.epilogue import Epilogue
 from pallas_kernels.primitives.gemm.operands import COLUMNS, DTYPES, FEWEST_OUTPUTS
 from pallas_kernels.primitives.integers import SPAN, is_packed_dtype
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import varying_alike
-from pallas_kernels.primitives.settings import operation, usual_promotion
+from pallas_kernels.primitives.settings import usual_promotion
 
 _LINE_BYTES = 128
 """Features of an output that come at once: rows of the weights are whole multiples."""
 
 
-@shares("x: ... k, w.values: n k, w.scales: q n, bias: n, residual: ... n -> ... n")
-@operation
+@operation("x: ... k, w.values: n k, w.scales: q n, bias: n, residual: ... n -> ... n")
 def quantized_linear(
     x: jax.Array,
     w: QuantizedWeight,
@@ -168,7 +167,7 @@ def _kept_forward(layer, arrays):
     return _forward(layer, arrays), kept
 
 
-@usual_promotion
+@usual_promotion()
 def _backward(layer, saved, dy):
     """Computes the gradients by XLA, and the product again if the activation needs it."""
     x, w, bias, residual = saved

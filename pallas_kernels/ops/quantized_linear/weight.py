@@ -51,7 +51,7 @@ class QuantizedWeight:
         """The integers (outputs, features), int8 or int4."""
         return unpack(self.values) if is_packed_dtype(self.values.dtype) else self.values
 
-    @usual_promotion
+    @usual_promotion()
     def dequantized(self, dtype: DTypeLike) -> jax.Array:
         """Returns the weights (features, outputs) in a floating dtype, multiplied in float32 or float64."""
         wide = jnp.promote_types(dtype, jnp.float32)
@@ -62,7 +62,7 @@ class QuantizedWeight:
         return scaled.reshape(outputs, features).T.astype(dtype)
 
 
-@usual_promotion
+@usual_promotion()
 def quantize(w: jax.Array, *, bits: Literal[8, 4] = 8, group_size: int | None = None) -> QuantizedWeight:
     """Rounds the weights of a linear layer to integers. Call it once, outside the training or decoding step.
 

@@ -21,9 +21,8 @@ from pallas_kernels.primitives.checks import (
     static_flag,
     static_integer,
 )
-from pallas_kernels.primitives.dimensions import shares
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
-from pallas_kernels.primitives.settings import operation
 
 HEAD_SIZES = (16, 32, 64, 128, 256, 512)
 
@@ -35,8 +34,7 @@ def _dimensions(arguments: Mapping[str, Any]) -> str:
     return f"{arrays} -> b t {heads} d, b t g d"
 
 
-@shares(_dimensions)
-@operation
+@operation(_dimensions)
 def rope(
     query: jax.Array,
     key: jax.Array | None = None,

@@ -21,10 +21,9 @@ from pallas_kernels.primitives.checks import (
     static_flag,
     static_integer,
 )
-from pallas_kernels.primitives.dimensions import shares
+from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import dtypes_unsupported, mosaic_gpu_unsupported, varying_alike
 from pallas_kernels.primitives.rows import THREADS
-from pallas_kernels.primitives.settings import operation
 from pallas_kernels.primitives.triton_calls import triton_unsupported
 
 
@@ -35,8 +34,7 @@ def _dimensions(arguments: Mapping[str, Any]) -> str:
     return f"x: {names}, mask: {names} -> {names}"
 
 
-@shares(_dimensions)
-@operation
+@operation(_dimensions)
 def softmax(
     x: jax.Array,
     *,

@@ -41,7 +41,7 @@ from pallas_kernels.ops.softmax.rounding import (
 )
 from pallas_kernels.primitives.barriers import meet
 from pallas_kernels.primitives.exponents import LOWEST
-from pallas_kernels.primitives.row_kernel import HeldRows, RowChunks, compiler_params, held_segments, row_kernel
+from pallas_kernels.primitives.row_kernel import HeldRows, RowChunks, compiler_params, held_segments
 from pallas_kernels.primitives.rows import (
     WARPS,
     Row,
@@ -51,7 +51,9 @@ from pallas_kernels.primitives.rows import (
     line_sums,
     load_row,
     map_row,
+    row_grid,
     row_max,
+    row_of_block,
     row_sum,
     split_warp_row,
     store_row,
@@ -93,22 +95,23 @@ def softmax_forward(
     is_whole = shape[1] <= register_columns
     at_once, segments = held_segments(shape, itemsize, masking.rows_at_once(x) if is_whole else 0)
     chunks = RowChunks.make(shape[1], itemsize, chunk)
+    parts = masking.parts(shape[0]) if at_once else 1
 
-    def compute(row, refs):
+    def body(refs):
+        row = row_of_block(shape[0], at_once, parts)
         mask_row = refs["mask"].at[masking.mask_rows(row)] if "mask" in refs else None
         if is_whole:
             _held_rows(HeldRows(at=row, segments=segments), refs["x"], mask_row, refs["y"], masking)
         else:
             _online(row, chunks, refs["x"], mask_row, refs["y"], masking)
 
-    results = row_kernel(
-        compute,
+    results = named_kernel(
+        body,
         {"x": x, "mask": mask},
         {"y": jax.ShapeDtypeStruct(shape, x.dtype)},
         name="softmax" if mask is None else "softmax_masked",
-        rows=shape[0],
-        at_once=at_once,
-        parts=masking.parts(shape[0]) if at_once else 1,
+        grid=row_grid(shape[0], at_once, parts),
+        compiler_params=compiler_params(x.dtype),
     )
     return results["y"]
 
@@ -161,7 +164,7 @@ def softmax_backward(weights: jax.Array, dy: jax.Array, *, scale: float | None) 
     return xla_gradient(weights, dy, scale=scale)
 
 
-@usual_promotion
+@usual_promotion()
 def xla_gradient(weights: jax.Array, dy: jax.Array, *, scale: float | None = None) -> jax.Array:
     """Computes dx in plain `jax.numpy`."""
     p, dy = weights.astype(jnp.float32), dy.astype(jnp.float32)
@@ -194,9 +197,11 @@ def _differentiate(
 
 def whole_row_gradient(weights: jax.Array, dy: jax.Array, *, scale: float | None) -> jax.Array:
     """Computes dx of rows in registers."""
+    rows = weights.shape[0]
     at_once, segments = held_segments(weights.shape, weights.dtype.itemsize)
 
-    def compute(row, refs):
+    def body(refs):
+        row = row_of_block(rows, at_once)
         held = HeldRows(at=row, segments=segments)
         p, dy = map(to_float32, [load_row(refs[name].at[row], segments) for name in ("weights", "dy")])
 
@@ -208,13 +213,13 @@ def whole_row_gradient(weights: jax.Array, dy: jax.Array, *, scale: float | None
 
         _differentiate(sums, write, scale=scale, is_exact=refs["dx"].dtype.itemsize == 4)
 
-    results = row_kernel(
-        compute,
+    results = named_kernel(
+        body,
         {"weights": weights, "dy": dy},
         {"dx": jax.ShapeDtypeStruct(weights.shape, weights.dtype)},
         name="softmax_gradient",
-        rows=weights.shape[0],
-        at_once=at_once,
+        grid=row_grid(rows, at_once),
+        compiler_params=compiler_params(weights.dtype),
     )
     return results["dx"]
 

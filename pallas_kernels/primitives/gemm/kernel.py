@@ -25,9 +25,10 @@ from pallas_kernels.primitives.gemm.launch import Roles, in_one_warp, launcher
 from pallas_kernels.primitives.gemm.operands import padded_rows, padded_vector, whole_groups
 from pallas_kernels.primitives.gemm.pipeline import Ring, produce, ring_types
 from pallas_kernels.primitives.gemm.problem import Problem
-from pallas_kernels.primitives.gemm.row_blocks import BlockReference, RowBlock, changed_in_place
+from pallas_kernels.primitives.gemm.row_blocks import BlockReference, RowBlock
 from pallas_kernels.primitives.gemm.store import Pieces, Store
 from pallas_kernels.primitives.platform import varying_like
+from pallas_kernels.primitives.references import changed_in_place
 
 
 def gemm(
@@ -130,7 +131,12 @@ def gemm(
         ),
     )
     indices = {name: jnp.reshape(each.index, 1) for name, each in {"read": read, "written": written}.items() if each}
-    results = list(changed_in_place(kernel, (list(a), list(b), extras, indices), written.into if written else ()))
+    operands = list(a), list(b), extras, indices
+    if written is not None and written.into:
+        others, results = changed_in_place(kernel, operands, list(written.into))
+        results += others
+    else:
+        results = list(kernel(*operands, []))
     if row_squares:
         results[-1] = jnp.sum(results[-1][:, :m], axis=0)
     return tuple(varying_like(result, *a, *b, *jax.tree.leaves(extras)) for result in results)

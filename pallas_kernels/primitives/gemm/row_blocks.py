@@ -6,15 +6,12 @@ product, or a copy of its result to its place after it, would take 8 % as long a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 from jax import lax
-
-from pallas_kernels.primitives.references import in_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +53,3 @@ class BlockReference:
             return self.ref.at[0, self.index, rows, columns]
         within = pl.ds(lax.rem(rows.start, size), rows.size)
         return self.ref.at[lax.div(rows.start, size), self.index, within, columns]
-
-
-def changed_in_place(
-    kernel: Callable[..., Any], operands: tuple[Any, ...], into: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """Calls a kernel with operands and references to `into`; returns these arrays as it left them, then its outputs."""
-    if not into:
-        return list(kernel(*operands, []))
-
-    @in_place
-    def launch(operands: Any, into: Any) -> list[jax.Array]:
-        references = [jax.new_ref(array) for array in into]
-        outputs = kernel(*operands, references)
-        return [*map(jax.freeze, references), *outputs]
-
-    return launch(operands, list(into))
