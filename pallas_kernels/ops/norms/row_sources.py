@@ -48,7 +48,7 @@ class Rows:
     index, columns: each element's row, or that of all, and column.
     statistics: see `StaticNorm.statistics`; they and what `sums` returns combine with the elements.
     read: returns the streams. sums: sums each of its arguments over the whole rows; called once.
-    is_read_again: whether `read` is called again after `sums`, as registers do not keep the values of long rows.
+    is_read_again: whether `read` is called again after `sums`, as registers do not keep the values.
     counted: sets values to zero in rows that another step counts.
     """
 
@@ -214,7 +214,7 @@ def ring_rows(refs: dict[str, Any], config: BackwardConfig, blocks: int) -> Sour
 
         def sums(*terms):
             found = sums_of_parts(i, terms)
-            free = i - 1
+            free = i if config.keeps_row else i - 1
             fetch(free + config.steps, (free >= 0) & (free + config.steps < trips))
             return found
 
@@ -231,7 +231,7 @@ def ring_rows(refs: dict[str, Any], config: BackwardConfig, blocks: int) -> Sour
                 read=read,
                 sums=sums,
                 store=lambda ref, values: store_row(ref.at[(index, *part)], values, segments),
-                is_read_again=True,
+                is_read_again=not config.keeps_row,
             )
         ]
 
