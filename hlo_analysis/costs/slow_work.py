@@ -21,6 +21,7 @@ _ATOMIC_TYPES = ("bf16", "f16")
 _ADDED_WORDS = ("f32", "s32", "u32")
 """Added by the L2 cache, a sector at once."""
 _SECTOR_BYTES = 32
+_LINE_BYTES = 128
 _WARP_SPAN = 128
 """Elements of a warp, four a thread."""
 _WARP = 32
@@ -56,8 +57,19 @@ def atomic_updates(instructions: Mapping[str, Instruction]) -> AtomicUpdates | N
     return None
 
 
-def atomic_sectors(instructions: Mapping[str, Instruction]) -> int:
-    """Counts the sectors in which the L2 cache adds the updates of a scatter of 32-bit elements, each update apart.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUpdates:
+    """What a scatter of 32-bit elements has the L2 cache add.
+
+    sectors: the sectors of all updates. requests: the same in lines of 128 bytes, which a warp sends at once.
+    """
+
+    sectors: int = 0
+    requests: int = 0
+
+
+def cache_updates(instructions: Mapping[str, Instruction]) -> CacheUpdates:
+    """Counts what the L2 cache adds, each update apart.
 
     Where the fastest dimension is the one that is indexed, each element is in a sector of its own.
     """
@@ -66,9 +78,13 @@ def atomic_sectors(instructions: Mapping[str, Instruction]) -> int:
             continue
         updates, result = instructions.get(scatter.operands[-1]), instructions.get(scatter.operands[0])
         if updates is not None and result is not None and updates.shape.element_type in _ADDED_WORDS:
-            is_apart = _fastest(result.shape) in integers(scatter, "scatter_dims_to_operand_dims")
-            return updates.shape.element_count if is_apart else updates.shape.byte_size // _SECTOR_BYTES
-    return 0
+            count, size = updates.shape.element_count, updates.shape.byte_size
+            if _fastest(result.shape) in integers(scatter, "scatter_dims_to_operand_dims"):
+                return CacheUpdates(sectors=count, requests=count)
+            row = prod(updates.shape.dimensions[axis] for axis in integers(scatter, "update_window_dims"))
+            rows = count // max(row, 1)
+            return CacheUpdates(sectors=size // _SECTOR_BYTES, requests=rows * ceil(size / max(rows, 1) / _LINE_BYTES))
+    return CacheUpdates()
 
 
 def sums_columns(instructions: Mapping[str, Instruction]) -> bool:

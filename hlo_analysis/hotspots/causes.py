@@ -83,8 +83,10 @@ def _repeated_indices(launch: LaunchRow, launches: Launches, device: Device) -> 
         how = "by compare-and-swap, as there is no atomic addition of 16 bits" if is_slow else "atomically"
         text = f"a scatter adds {count} rows into {rows} {how}; additions to one row wait for each other"
         most = launch.longest_us
+        if most is not None:
+            text += f": up to {f'{most / 1000:.1f} ms' if most >= 1000 else f'{most:.0f} µs'} if all fall into one"
         return Cause(
-            text=text if most is None else f"{text}: up to {most / 1000:.1f} ms if all fall into one",
+            text=text,
             remedy=remedies.ONE_HOT_PRODUCT if rows <= _FEW_ROWS else remedies.SORTED_SUMS,
             most_us=most if count >= _CERTAIN * rows else None,
         )

@@ -16,8 +16,8 @@ from hlo_analysis.costs.pipeline import steps_of
 from hlo_analysis.costs.resources import Resources, kernel_name
 from hlo_analysis.costs.roofline import bound, xla_estimate
 from hlo_analysis.costs.slow_work import (
-    atomic_sectors,
     atomic_updates,
+    cache_updates,
     executed_share,
     filled_tiles,
     filter_channels,
@@ -116,7 +116,7 @@ def launch_row(index: int, site: Site, context: Context) -> Row:
         instructions=known.instructions and round(known.instructions * executed_share(facts.instructions)),
         resident_warps=_resident_warps(filled, context.limits),
         atomic_updates=atomic_updates(facts.instructions),
-        atomic_sectors=atomic_sectors(facts.instructions),
+        cache_updates=cache_updates(facts.instructions),
         steps=steps_of(instruction, facts.instructions, math.prod(block or ())) if is_product else None,
         sums_columns=kind == "reduction" and sums_columns(facts.instructions),
         loads_slowly=is_slow,

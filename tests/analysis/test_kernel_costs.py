@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hlo_analysis.costs.coalescing import cache_bytes
-from hlo_analysis.costs.estimate import Work, estimate
+from hlo_analysis.costs.estimate import Work, estimate, longest
 from hlo_analysis.costs.flops import Flops
 from hlo_analysis.costs.pipeline import Steps, steps_of, steps_us
-from hlo_analysis.costs.slow_work import atomic_sectors, executed_share, filled_tiles, sums_columns
+from hlo_analysis.costs.slow_work import CacheUpdates, cache_updates, executed_share, filled_tiles, sums_columns
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.records import Efficiency
 from hlo_analysis.targets import load_target
@@ -130,20 +130,23 @@ scatter_dims_to_operand_dims={%(axis)d}, index_vector_dim=1, unique_indices=%(un
 
 
 @pytest.mark.parametrize(
-    ("dtype", "updates", "axis", "unique", "sectors"),
+    ("dtype", "updates", "axis", "unique", "sectors", "requests"),
     [
-        ("f32", "32,1,64", 0, "false", 32 * 64 * 4 // 32),
-        ("f32", "32,512,1", 1, "false", 32 * 512),  # a column: neighbours of an update are a row apart
-        ("s32", "32,1,64", 0, "false", 32 * 64 * 4 // 32),
-        ("bf16", "32,1,64", 0, "false", 0),  # compared and swapped
-        ("f32", "32,1,64", 0, "true", 0),
+        ("f32", "32,1,64", 0, "false", 32 * 64 * 4 // 32, 32 * 2),
+        ("f32", "32,512,1", 1, "false", 32 * 512, 32 * 512),  # a column: neighbours of an update are a row apart
+        ("s32", "32,1,64", 0, "false", 32 * 64 * 4 // 32, 32 * 2),
+        ("bf16", "32,1,64", 0, "false", 0, 0),  # compared and swapped
+        ("f32", "32,1,64", 0, "true", 0, 0),
     ],
 )
-def test_sectors_that_the_cache_adds(dtype: str, updates: str, axis: int, unique: str, sectors: int):
+def test_what_the_cache_adds(dtype: str, updates: str, axis: int, unique: str, sectors: int, requests: int):
     text = SCATTER % {"dtype": dtype, "updates": updates, "axis": axis, "unique": unique}
-    assert atomic_sectors(parse_module(text).entry.instructions) == sectors
-    least = max(sectors / 20 / 1e3, 0) + 1.5
-    assert estimate(Work(kind="scatter", atomic_sectors=sectors), DEVICE) == pytest.approx(least)
+    found = cache_updates(parse_module(text).entry.instructions)
+    assert found == CacheUpdates(sectors=sectors, requests=requests)
+    work = Work(kind="scatter", cache_updates=found)
+    least = sectors / 20 / 1e3 + 1.5
+    assert estimate(work, DEVICE) == pytest.approx(least)
+    assert longest(work, DEVICE) == (pytest.approx(max(least, requests / 0.95 / 1e3)) if sectors else None)
 
 
 def test_warps_run_the_branches_that_they_need():

@@ -202,6 +202,8 @@ def test_a_scatter_has_a_range_where_its_indices_must_repeat() -> None:
     program = Program().launch("s", {"t": 1, "i": 1, "r": 1}, 1, "scatter", hlo=_scatter("f32"))
     (atomic,) = _hotspots(program, estimated_us=100.0, needed_us=10.0)
     assert atomic.most_us is None
+    (spread,) = _hotspots(program, estimated_us=100.0, needed_us=10.0, longest_us=300.0)
+    assert "up to 300 µs if all fall into one" in spread.cause
     assert atomic.excess_us == 90.0
 
 
