@@ -41,8 +41,8 @@ _THREADS = 2048
 _MANY = 32
 """Steps of a loop after which its data counts as cached: known are 4, where it is not, and 128."""
 _REQUESTS_PER_CLOCK = 0.95
-"""Lines in one place in which the L2 cache adds in a clock: k-means on an H200, which adds 65536 numbers in 34 us and
-65536 rows of two lines in 75, most of them into few of 512 rows."""
+"""Lines in one place in which the L2 cache adds in a clock: tests/programs/kmeans.py on an H200 adds 65536 numbers in
+34 us, and 65536 rows of two lines in 75. That most fall into few of its 512 rows is assumed."""
 _CHANNELS = 8
 """Channels that the matrix units take at once: cuDNN pads fewer, and computes a filter of one without them."""
 
