@@ -61,6 +61,7 @@ class Work:
     steps: how a Triton product walks along its sum; None for other launches.
     sums_columns: whether XLA's own kernel sums over columns.
     loads_slowly: whether it is a product whose threads load its operands a few bytes at a time.
+    unaligned: whether it is a product that writes rows, or a library's that reads rows, at no multiple of 16 bytes.
     transposed: whether it is a product of float32 operands that the matrix units cannot read as they lie.
     filter_channels: input channels of a convolution's filters; 0 for other launches.
     filled: the share of a convolution's tiles that have something to compute.
@@ -82,6 +83,7 @@ class Work:
     steps: Steps | None = None
     sums_columns: bool = False
     loads_slowly: bool = False
+    unaligned: bool = False
     transposed: bool = False
     filter_channels: int = 0
     filled: float = 1.0
@@ -104,6 +106,8 @@ def estimate(work: Work, device: Device) -> float:
     matrix /= reached.few_channels if 1 < work.filter_channels < _CHANNELS else work.filled
     if work.loads_slowly:
         memory, matrix = memory / reached.slow_loads, matrix / reached.slow_loads
+    elif work.unaligned:
+        memory /= reached.slow_loads
     waiting = steps_us(work.steps, math.prod(work.grid), device) if work.steps and work.grid else 0.0
     least = reached.repeated_us if work.repeat >= _MANY else reached.kernel_us
     return max(memory, vector, matrix, limit.link_us, waiting, _clocked_us(work, device)) + least

@@ -144,6 +144,18 @@ def loads_slowly(instructions: Mapping[str, Instruction]) -> bool:
     )
 
 
+def has_unaligned_rows(kind: str, operands: Sequence[Shape], result: Shape) -> bool:
+    """Whether a product writes rows of 16-bit elements that a thread cannot store 16 bytes at once.
+
+    A library's product also reads such rows slowly; of what Triton's loads, `loads_slowly` knows more.
+    """
+    if kind not in ("cublas", "cublaslt", "triton_gemm"):
+        return False
+    read = () if kind == "triton_gemm" else operands
+    shapes = (*read, *(shape for _, shape in leaves(result)))
+    return any(shape.element_bytes == 2 and _is_slow(shape, (_fastest(shape),)) for shape in shapes)
+
+
 def is_transposed(product: Instruction, operands: Sequence[Shape]) -> bool:
     """Whether no operand of a library's product of float32 is contiguous along the sum.
 

@@ -11,7 +11,14 @@ from hlo_analysis.costs.coalescing import cache_bytes
 from hlo_analysis.costs.estimate import Work, estimate, longest
 from hlo_analysis.costs.flops import Flops, flops_of
 from hlo_analysis.costs.resources import count_instructions
-from hlo_analysis.costs.slow_work import AtomicUpdates, atomic_updates, filter_channels, is_transposed, loads_slowly
+from hlo_analysis.costs.slow_work import (
+    AtomicUpdates,
+    atomic_updates,
+    filter_channels,
+    has_unaligned_rows,
+    is_transposed,
+    loads_slowly,
+)
 from hlo_analysis.hlo import parse_module
 from hlo_analysis.records import Efficiency, LaunchKind
 from hlo_analysis.targets import load_target
@@ -103,6 +110,8 @@ def test_few_blocks_move_few_bytes():
 def test_products_by_how_their_operands_lie():
     assert took("triton_gemm", flops=PRODUCT, loads_slowly=True) == pytest.approx(10000)
     assert took("triton_gemm", bytes_moved=10**9, loads_slowly=True) == pytest.approx(8000)
+    assert took("cublaslt", bytes_moved=10**9, unaligned=True) == pytest.approx(8000)
+    assert took("cublaslt", flops=PRODUCT, unaligned=True) == took("cublaslt", flops=PRODUCT)
     assert took("cublaslt", flops=PRODUCT, transposed=True) == pytest.approx(5000)
 
 
@@ -140,6 +149,26 @@ ENTRY main {
 def test_operands_that_threads_load_a_few_bytes_at_a_time(x: str, axis: int, slow: bool):
     module = parse_module(PRODUCT_OF_ROWS % (x, 64, axis))
     assert loads_slowly(module.entry.instructions) is slow
+
+
+@pytest.mark.parametrize(
+    ("kind", "operand", "result", "unaligned"),
+    [
+        ("cublaslt", "bf16[192,1500,64]{2,1,0}", "bf16[192,1500,1500]{2,1,0}", True),
+        ("cublaslt", "bf16[192,1500,1500]{2,1,0}", "bf16[192,1500,64]{2,1,0}", True),
+        ("cublaslt", "bf16[192,1500,64]{2,1,0}", "bf16[192,64,1504]{2,1,0}", False),
+        ("cublaslt", "f32[192,1500,64]{2,1,0}", "f32[192,1500,1500]{2,1,0}", False),
+        ("cublaslt", "bf16[8,64]{1,0}", "bf16[1,1500]{1,0}", False),
+        # Triton's loads are told apart by what it sums along.
+        ("triton_gemm", "bf16[192,1500,1500]{2,1,0}", "bf16[192,1500,64]{2,1,0}", False),
+        ("triton_gemm", "bf16[192,1500,64]{2,1,0}", "bf16[192,1500,1500]{2,1,0}", True),
+        ("loop", "bf16[192,1500,64]{2,1,0}", "bf16[192,1500,1500]{2,1,0}", False),
+    ],
+)
+def test_rows_at_no_multiple_of_16_bytes(kind: str, operand: str, result: str, unaligned: bool):
+    program = f"HloModule m\nENTRY main {{\n  x = {operand} parameter(0)\n  ROOT y = {result} custom-call(x)\n}}"
+    x, y = parse_module(program).entry.instructions.values()
+    assert has_unaligned_rows(kind, [x.shape], y.shape) is unaligned
 
 
 LIBRARY_PRODUCT = """HloModule product

@@ -63,7 +63,8 @@ def test_estimates_are_close_to_the_recorded_times(script, batch: int, length: i
 LEAST_CLOSE = {"e3nn": 0.87, "gru": 0.87, "s5": 0.85}
 """Share of the time: concatenations of short rows, products of a loop whose operands come from another launch, and
 scans of strided slices that few threads compute take longer."""
-LONGEST = {"evoformer": 3, "lstm": 3}
+LONGEST = {"evoformer-step": 3, "lstm-step": 3, "siglip-step": 3}
+"""Six products of SigLIP's step take the same time as its fifth longest launch."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_estimates_of_public_models(models, program: str):
     name = program.partition("-")[0]
     assert row.close >= LEAST_CLOSE.get(name, 0.9), row
     assert 1 / 1.6 < row.wall < 1.6, row
-    assert longest >= LONGEST.get(name, 4)
+    assert longest >= LONGEST.get(program, 4)
     assert is_named
 
 
