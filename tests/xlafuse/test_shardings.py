@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from xlafuse.errors import UnknownNameError
-from xlafuse.models import ShardingError, block_function, layout_of
+from xlafuse.models import ShardingError, block_function, get_preset, layout_of
 from xlafuse.models.decoder import Decoder, get_decoder
 from xlafuse.models.shardings import parse_mesh
 
@@ -46,6 +47,17 @@ def test_a_blocks_arguments_have_their_shardings():
     assert x.sharding.spec == P(("data",), "tensor")
     assert positions.sharding.spec == P(("data",))
     assert params["query"]["kernel"].sharding.spec == P(None, "tensor")
+
+
+def test_expert_parallel_gives_each_device_whole_experts():
+    block = replace(get_preset("tiny"), num_experts=4, experts_per_token=2)
+    _, (params, *_) = block_function(block, (4, 64), layout=layout_of(BOTH, "ep"))
+    specs = {name: leaf.sharding.spec for name, leaf in params["experts"].items()}
+    whole = P("tensor", None, None)
+    assert specs == {"router": P(None, None), "gate": whole, "up": whole, "down": whole}
+    assert params["query"]["kernel"].sharding.spec == P(None, "tensor")
+    with pytest.raises(ShardingError, match=r"experts.*tensor"):
+        block_function(replace(block, num_experts=3), (4, 64), layout=layout_of(BOTH, "ep"))
 
 
 @pytest.mark.parametrize("text", ["data", "data=0", "data=2,data=2", "data=two", ""])

@@ -106,7 +106,7 @@ def _mesh(
         str, typer.Option(metavar="A,B,C", help="SEQUENCESxTOKENS of all GPUs, separated by commas.")
     ] = "4x4096",
     parallel: Annotated[
-        str, typer.Option(metavar="A,B", help="dp: data, fsdp: fully sharded, tp: tensor, sp: tensor and sequence.")
+        str, typer.Option(metavar="A,B", help="dp: data, fsdp: fully sharded, tp: tensor, sp: sequence, ep: expert.")
     ] = "dp,fsdp,tp,sp",
     phases: Annotated[
         str, typer.Option(metavar="A,B", help="gradient: of a stack of layers; train: a step of the model, with fsdp.")

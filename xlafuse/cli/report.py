@@ -69,7 +69,7 @@ class Request(Source):
         typer.Option(
             metavar="KIND",
             help="How the block is sharded over --mesh: dp (data), fsdp (fully sharded), tp (tensor), sp (tensor and "
-            "sequence).",
+            "sequence), ep (experts, and tensor in attention).",
         ),
     ] = None
     strategies: Annotated[
@@ -270,7 +270,7 @@ def _layout(request: Request) -> Layout | None:
     if request.mesh is None and request.parallel is None:
         return None
     if request.mesh is None or request.parallel is None:
-        raise InputError("--mesh AXIS=N,... and --parallel dp|fsdp|tp|sp go together")
+        raise InputError("--mesh AXIS=N,... and --parallel dp|fsdp|tp|sp|ep go together")
     if request.fn is not None or request.capture:
         raise InputError("--mesh shards a block: leave out --fn, whose --args have shardings, and --capture")
     return layout_of(parse_mesh(request.mesh), request.parallel)

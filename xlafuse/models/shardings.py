@@ -1,4 +1,4 @@
-"""Shards a block or a model over a mesh: data, fully sharded, tensor and sequence parallel."""
+"""Shards a block or a model over a mesh: data, fully sharded, tensor, sequence and expert parallel."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from xlafuse.errors import UnknownNameError, XlafuseError
 
 AXES = ("replica", "data", "tensor")
 """Axes of a mesh: the first two cut the batch."""
-PARALLEL = {"dp": "data", "fsdp": "data", "tp": "tensor", "sp": "tensor"}
+PARALLEL = {"dp": "data", "fsdp": "data", "tp": "tensor", "sp": "tensor", "ep": "tensor"}
 """How a model may be parallel, and the axis that each needs.
 
 dp: whole weights on every device. fsdp: each weight cut over "data", and over "tensor" where the mesh has it. tp: heads
 and hidden features cut over "tensor". sp: as tp, with the tokens of what is between attention and MLP cut over it, too.
+ep: as tp, but each device has whole experts in place of a part of each.
 """
 _NARROWING = ("output", "down", "embedding")
 """Weights whose rows, not columns, "tensor" cuts."""
@@ -101,7 +102,9 @@ class Layout:
         tensor = self._tensor
         data = "data" if self.parallel == "fsdp" else None
         is_narrowing = any(name in _NARROWING for name in names)
-        if names[-1] == "bias":
+        if self.parallel == "ep" and "experts" in names:
+            spec = (tensor, None, None) if len(weight.shape) > 2 else ()
+        elif names[-1] == "bias":
             spec = (None,) if is_narrowing or len(names) < 2 or names[-2].endswith("norm") else (tensor,)
         elif names[-1] in ("scale", "positions"):
             spec = ()
