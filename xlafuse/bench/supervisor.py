@@ -9,13 +9,12 @@ GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 
 from xlafuse.bench import worker
@@ -79,14 +78,26 @@ def run(
 
     remaining = list(items)
     jobs = settings.jobs if benchmark == "public" else 1
-    with ThreadPoolExecutor(jobs) as pool:
-        while remaining:
-            if benchmark in _ALONE:
-                list(pool.map(measured, [[item] for item in remaining[:jobs]]))
-                remaining = remaining[jobs:]
-            else:
-                died = measured(remaining)
-                remaining = [] if died is None else remaining[remaining.index(died) + 1 :]
+    refusals: list[BenchError] = []
+
+    def measured_beside_others(item: str) -> None:
+        try:
+            measured([item])
+        except BenchError as error:
+            refusals.append(error)
+
+    while remaining:
+        if benchmark in _ALONE:
+            threads = [Thread(target=measured_beside_others, args=(item,)) for item in remaining[:jobs]]
+            for act in (Thread.start, Thread.join):
+                for thread in threads:
+                    act(thread)
+            if refusals:
+                raise refusals[0]
+            remaining = remaining[jobs:]
+        else:
+            died = measured(remaining)
+            remaining = [] if died is None else remaining[remaining.index(died) + 1 :]
     results = results_of()
     if not results.shapes:
         details = "; ".join(note for run in runs.values() for note in run.left_out)

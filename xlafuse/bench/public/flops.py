@@ -29,7 +29,10 @@ def _of_equation(equation: Any) -> int:
         numbers = params.get("ragged_dot_dimension_numbers")
         (contracted, _), _ = params["dimension_numbers"] if numbers is None else numbers.dot_dimension_numbers
         lengths = equation.invars[0].aval.shape
-        return 2 * equation.outvars[0].aval.size * math.prod(lengths[axis] for axis in contracted)
+        flops = 2 * equation.outvars[0].aval.size * math.prod(lengths[axis] for axis in contracted)
+        if numbers is not None and set(numbers.lhs_ragged_dimensions) & set(contracted):  # each group sums its own rows
+            return flops // equation.invars[2].aval.size
+        return flops
     inner = [_of_jaxpr(each) for each in _bodies(params)]
     if name == "cond":
         return max(inner)

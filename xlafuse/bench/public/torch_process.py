@@ -1,7 +1,7 @@
 """PyTorch's models as candidates, timed in turns with the others by a process of their own.
 
-That process may have another version of `transformers` than the models of JAX, and may crash, stall or run out of
-memory by itself.
+That process may have another version of `transformers` than the models of JAX. If it crashes or stalls, the strategies
+go on. The peers share it, as their weights would not fit several times.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ class TorchProcess:
             raise TorchError(self._broken)
         ready, _, _ = select.select([self._process.stdout], [], [], _SECONDS)
         line = self._process.stdout.readline() if ready else ""
+        while line and not line.startswith("{"):  # what a library prints as it is imported
+            line = self._process.stdout.readline()
         if not line:
             if not ready:
                 self._process.kill()
