@@ -53,19 +53,20 @@ def bench_public(item: str, settings: PublicSettings, sampler: Sampler | None = 
     if time.time() > settings.until:
         yield f"{item}: not begun, the time was up"
         return
-    name, phase = item.split()
+    name, phase_name = item.split()
+    phase = PHASES[phase_name]
     os.environ["USE_TORCH"] = "0"  # transformers and diffusers would import it
     model = next(each for each in MODELS if each.name == name)
     with ExitStack() as stack:
         try:
             with gpu_lock({"kind": "attached"}, alone=False):
-                torch: Any = settings.peers and _started(TorchProcess, name, phase, settings.size, settings.layers)
+                torch: Any = settings.peers and _started(TorchProcess, *item.split(), settings.size, settings.layers)
                 if isinstance(torch, TorchProcess):  # loads its model meanwhile
                     stack.enter_context(torch)
                 if settings.packages:
                     sys.path.insert(0, str(settings.packages))
-                program = model.build(settings.checkouts, jnp.bfloat16, settings.size, settings.layers)
-                case = _Case(program, PHASES[phase])
+                program = phase.build(model, settings.checkouts, settings.size, settings.layers)
+                case = _Case(program, phase)
                 programs = case.compiled(settings.strategies)
                 peers = {each: _started(_peer, torch, each) for each in settings.peers}
         except Exception as error:
@@ -77,10 +78,10 @@ def bench_public(item: str, settings: PublicSettings, sampler: Sampler | None = 
             makers |= {each: partial(_given, found) for each, found in peers.items()}
             return checked(makers, problems, check_norms)
 
-        result = ShapeResult(op=name, phase=phase, spec=program.size, bytes=case.bytes, unit=model.unit)
+        result = ShapeResult(op=name, phase=phase_name, spec=program.size, bytes=case.bytes, unit=model.unit)
         limits = {"baseline": settings.strategies[0], "wall_seconds": WALL_SECONDS}
         with gpu_lock({"kind": "attached"}, alone=True):
-            result = timed(result, make, settings, sampler, tokens=model.units(settings.size), **limits)
+            result = timed(result, make, settings, sampler, tokens=phase.units(model, settings.size), **limits)
     least_us = case.flops / peak(jax.devices()[0]) * 1e6
     shares = {each.name: least_us / each.timing.wall_us for each in result.candidates}
     known = {name: share if math.isfinite(share) else None for name, share in shares.items()}

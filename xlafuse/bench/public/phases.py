@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from xlafuse.bench.public.programs import OPTIMIZER, Program, step_of
+import jax.numpy as jnp
+
+from xlafuse.bench.public.programs import OPTIMIZER, Program, PublicModel, step_of
+from xlafuse.bench.public.sizes import Size
+
+
+def _program(model: PublicModel, folder: Path, size: Size, layers: int | None) -> Program:
+    return model.build(folder, jnp.bfloat16, size, layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """A phase of a model.
 
-    function: what a strategy rewrites of a program.
+    build: makes the program of a model, the folder of checkouts, a size and a number of layers.
+    units: counts a call's tokens, images or others, of a model and a size.
+    function: what a strategy rewrites of the program.
     outer: makes of that the function to compile.
     start: makes the arguments of the first call of program and parameters.
     donated: the arguments whose memory the results take.
@@ -27,6 +37,8 @@ class Phase:
     donated: tuple[int, ...]
     advance: Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
     compared: Callable[[Any], dict[str, Any]]
+    build: Callable[[PublicModel, Path, Size, int | None], Program] = _program
+    units: Callable[[PublicModel, Size], int] = PublicModel.units
 
 
 PHASES = {
