@@ -86,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.results == RESULTS:
         measured = merge([load(path) for path in sorted(RESULTS.parent.glob("public-*.json"))])
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), results, measured), encoding="utf-8")
+    if options.write_page:
+        return 0
     worse = [f"{name} {part}" for name, found in results.items() for part in PARTS[1:] if is_worse(found.get(part, {}))]
     if worse:
         print(f"fuse makes these worse in bytes or estimated time: {', '.join(worse)}")

@@ -130,6 +130,15 @@ def test_gradients_that_differ_are_a_problem_though_the_loss_is_the_same():
         check_norms({**expected, "loss": jnp.float32(jnp.nan)}, expected, of="xla")
 
 
+def test_problems_do_not_name_this_machines_folders(monkeypatch, tmp_path):
+    def refused(_):
+        raise NotImplementedError(f"{tmp_path}/flax/nn/linear.py:3: no site")
+
+    monkeypatch.setattr(bench, "get_strategy", refused)
+    (problem,) = measured("norms forward", strategies=("fused",), checkouts=tmp_path).problems
+    assert problem.message == "NotImplementedError: flax/nn/linear.py:3: no site"
+
+
 def test_a_model_that_cannot_be_imported_and_no_time_left_are_told():
     (told,) = bench_public("lost forward", PublicSettings(checkouts=Path(), size="tiny"))
     assert told == (

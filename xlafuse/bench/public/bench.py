@@ -85,7 +85,18 @@ def bench_public(item: str, settings: PublicSettings, sampler: Sampler | None = 
     least_us = case.flops / peak(jax.devices()[0]) * 1e6
     shares = {each.name: least_us / each.timing.wall_us for each in result.candidates}
     known = {name: share if math.isfinite(share) else None for name, share in shares.items()}
-    yield replace(result, candidates=tuple(replace(each, flops_share=known[each.name]) for each in result.candidates))
+    yield replace(
+        result,
+        candidates=tuple(replace(each, flops_share=known[each.name]) for each in result.candidates),
+        problems=tuple(replace(each, message=_without_folders(each.message, settings)) for each in result.problems),
+    )
+
+
+def _without_folders(message: str, settings: PublicSettings) -> str:
+    """Returns a message whose paths begin in this machine's folders of models."""
+    for folder in filter(None, (settings.checkouts, settings.packages)):
+        message = message.replace(f"{folder.absolute()}/", "").replace(f"{folder}/", "")
+    return message
 
 
 def _started(make: Callable[..., Any], *arguments: Any) -> Any:
