@@ -8,7 +8,7 @@ Needs the extra 'deviceless', no GPU, and the packages of `xlafuse/bench/public/
 cannot be imported is left out. FOLDER holds checkouts of the repositories named there. For each model it compiles the
 forward pass, the gradient and a training step for the H200, with and without `fuse`, and compares loss and gradients on
 the CPU at a small size. Results go to notebooks/results/public_models.json. The page's times are those of
-`xlafuse bench public`, in notebooks/results/public-*.json.
+`xlafuse bench public`, in notebooks/results/public-h200.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hlo_analysis.targets import load_target
 from xlafuse.bench.block_tables import model_table
 from xlafuse.bench.public.programs import Program, PublicModel, part_of, shapes_of
 from xlafuse.bench.public.sources import MODELS
-from xlafuse.bench.results import Results, ShapeResult, load, markdown_table, merge
+from xlafuse.bench.results import Results, ShapeResult, load, markdown_table
 from xlafuse.bench.tables import place
 from xlafuse.catalogue import KERNELS
 from xlafuse.fusion import Report, fuse
@@ -46,6 +46,7 @@ from xlafuse.regressions import costs_more
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "notebooks/results/public_models.json", ROOT / "docs/public-models.md"
+MEASURED = RESULTS.with_name("public-h200.json")
 TARGET = "h200"
 
 
@@ -84,8 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results = {each.name: results[each.name] for each in MODELS if each.name in results}
             options.results.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if options.results == RESULTS:
-        measured = merge([load(path) for path in sorted(RESULTS.parent.glob("public-*.json"))])
-        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), results, measured), encoding="utf-8")
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), results, load(MEASURED)), encoding="utf-8")
     if options.write_page:
         return 0
     worse = [f"{name} {part}" for name, found in results.items() for part in PARTS[1:] if is_worse(found.get(part, {}))]

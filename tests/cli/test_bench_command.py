@@ -55,6 +55,7 @@ def test_phases_of_public_models(asked, tmp_path):
         ("--models", "gpt3"): "unknown model 'gpt3'; did you mean 'gpt2'",
         ("--phases", "step"): "unknown phase 'step'",
         ("--strategies", "fuse"): "unknown strategy 'fuse'",
+        ("--strategies", ""): "--strategies names none",
         ("--peers", "torch"): "unknown peer 'torch'",
         ("--layers", "0"): "Invalid value for '--layers'",
         ("--packages", "/nowhere"): "Invalid value for '--packages'",

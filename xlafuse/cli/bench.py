@@ -22,7 +22,7 @@ from xlafuse.bench.settings import (
     Seconds,
     Settings,
 )
-from xlafuse.cli.errors import cli_errors
+from xlafuse.cli.errors import InputError, cli_errors
 from xlafuse.cli.options import names, with_options
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ def _public(settings: PublicSettings, output: Output) -> None:
     from xlafuse.bench.public.sources import MODELS
     from xlafuse.bench.public.torch_process import PEERS
 
+    if not settings.strategies:
+        raise InputError("--strategies names none; its first is what the others are compared with, as in xla,fused")
     known = [model.name for model in MODELS]
     models = _checked("model", settings.models or known, known)
     cases = [f"{model} {phase}" for model in models for phase in _checked("phase", settings.phases, PHASES)]
