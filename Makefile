@@ -81,6 +81,7 @@ notebooks: $(DEV)
 
 results: $(DEV)
 	$(PY) scripts/write_results.py
+	$(PY) scripts/public_models --write-page
 	$(PY) scripts/plot_block.py
 	$(PY) scripts/write_studies.py
 

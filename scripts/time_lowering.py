@@ -3,14 +3,13 @@
     python scripts/time_lowering.py llama --layers 32 --checkouts FOLDER [--fuse]
 
 Prints CPU seconds, which of them are the search and the lowering of kernels, how many kernels are lowered, and the
-seconds to read the lowered program and lower it again. See scripts/public_models for the packages and checkouts.
+seconds to read the lowered program and lower it again. See docs/public-models.md for the packages and checkouts.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,18 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent / "public_models"))
-
 import jax
 import jax.export
 import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu import lowering
-from programs import shapes_of
-from sources import MODELS
 
 import xlafuse
 from hlo_analysis.capture.lowering import answers_of, mesh_of_one, under_mesh_of_one
 from hlo_analysis.targets import load_target
+from xlafuse.bench.public.programs import shapes_of
+from xlafuse.bench.public.sources import MODELS
 from xlafuse.fusion import cache
 
 

@@ -1,44 +1,56 @@
-"""The tables of sizes of `scripts/public_models`, whose packages are not installed here."""
+"""Public models' tables of sizes, and their page; the packages of the models are not installed here."""
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "scripts/public_models"
-SIZES = runpy.run_path(str(FOLDER / "sizes.py"))
-TABLES = {name: table for name, table in SIZES.items() if isinstance(table, dict) and "tiny" in table}
-STACKS = {name: table for name, table in TABLES.items() if isinstance(table["real"], SIZES["Stack"])}
+from xlafuse.bench.public.sizes import GPT2, UNET, Stack, resolve
+from xlafuse.bench.public.sources import MODELS
+from xlafuse.bench.results import load
+
+ROOT = Path(__file__).parents[1]
+STACKS = {model.name: model.sizes for model in MODELS if isinstance(model.sizes["real"], Stack)}
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_a_model_has_the_three_sizes(name: str) -> None:
-    assert f"sizes.{name}," in (FOLDER / "sources.py").read_text(encoding="utf-8")
-    assert all(SIZES["resolve"](TABLES[name], size, 8) for size in ("tiny", "page", "real"))
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_a_model_has_the_three_sizes(model: Any) -> None:
+    assert all(resolve(model.sizes, size, 8) for size in ("tiny", "page", "real"))
+    sizes = model.sizes["real"]
+    batch = sizes.graphs if hasattr(sizes, "graphs") else sizes.batch
+    assert model.units("real") == batch * (sizes.length if model.unit == "tokens" else 1)
 
 
 @pytest.mark.parametrize("name", STACKS)
 def test_heads_divide_the_width(name: str) -> None:
     for sizes in STACKS[name].values():
-        assert not sizes.heads or (sizes.hidden if name == "S5" else sizes.width) % sizes.heads == 0
+        assert not sizes.heads or (sizes.hidden if name == "s5" else sizes.width) % sizes.heads == 0
 
 
-@pytest.mark.parametrize("name", ["LLAMA", "GEMMA", "QWEN3"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "qwen3"])
 def test_key_heads_divide_heads(name: str) -> None:
     assert all(sizes.heads % sizes.key_heads == 0 for sizes in STACKS[name].values())
 
 
 def test_layers_are_those_published_or_fewer() -> None:
-    gpt2 = TABLES["GPT2"]
-    assert [SIZES["resolve"](gpt2, "real", layers).layers for layers in (1, 8, 100)] == [1, 8, 24]
-    assert SIZES["resolve"](gpt2, "tiny", 8) == gpt2["tiny"]
-    assert SIZES["resolve"](TABLES["UNET"], "real", 1) == TABLES["UNET"]["real"]
+    assert [resolve(GPT2, "real", layers).layers for layers in (1, 8, 100, None)] == [1, 8, 24, 24]
+    assert resolve(GPT2, "tiny", 8) == GPT2["tiny"]
+    assert resolve(UNET, "real", 1) == UNET["real"]
 
 
 def test_a_size_or_a_number_of_layers_that_is_none_says_what_was_expected() -> None:
     with pytest.raises(ValueError, match="size is 'small', expected one of tiny, page, real"):
-        SIZES["resolve"](TABLES["GPT2"], "small", 8)
+        resolve(GPT2, "small", 8)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="layers is 0, expected at least 1"):
-        SIZES["resolve"](TABLES["GPT2"], "real", 0)
+        resolve(GPT2, "real", 0)
+
+
+def test_the_page_is_current() -> None:
+    script = runpy.run_path(str(ROOT / "scripts/public_models/__main__.py"))
+    text = script["PAGE"].read_text(encoding="utf-8")
+    counted = json.loads(script["RESULTS"].read_text(encoding="utf-8"))
+    assert script["page"](text, counted, load(script["MEASURED"])) == text, "run `scripts/public_models --write-page`"

@@ -1,14 +1,14 @@
 """Fuses unmodified public models and writes what `xlafuse.fuse` takes and refuses in them, for docs/public-models.md.
 
     python scripts/public_models [MODEL ...] --checkouts FOLDER
-    python scripts/public_models [MODEL ...] --checkouts FOLDER --times 6  # at most 6 layers, on a GPU
     python scripts/public_models [MODEL ...] --checkouts FOLDER --estimates 6  # what the report says of XLA's, without
     python scripts/public_models --write-page
 
-Needs the extra 'deviceless', no GPU, and the packages of sources.py; a model whose package cannot be imported is left
-out. FOLDER holds checkouts of the repositories named there. For each model it compiles the forward pass, the gradient
-and a training step for the H200, with and without `fuse`, and compares loss and gradients on the CPU at a small size.
-Results go to notebooks/results/public_models.json.
+Needs the extra 'deviceless', no GPU, and the packages of `xlafuse/bench/public/sources.py`; a model whose package
+cannot be imported is left out. FOLDER holds checkouts of the repositories named there. For each model it compiles the
+forward pass, the gradient and a training step for the H200, with and without `fuse`, and compares loss and gradients on
+the CPU at a small size. Results go to notebooks/results/public_models.json. The page's times are those of
+`xlafuse bench public`, in notebooks/results/public-h200.json.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from programs import OPTIMIZER, Program, PublicModel, part_of, shapes_of
-from sources import MODELS
-from times import timed
 
 from hlo_analysis import Analysis, analyze, capture
 from hlo_analysis.capture.answers import answer_cudnn_checks
 from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
 from hlo_analysis.targets import load_target
-from xlafuse.bench.results import markdown_table
+from xlafuse.bench.block_tables import model_table
+from xlafuse.bench.public.programs import Program, PublicModel, part_of, shapes_of
+from xlafuse.bench.public.sources import MODELS
+from xlafuse.bench.results import Results, ShapeResult, load, markdown_table
 from xlafuse.bench.tables import place
 from xlafuse.catalogue import KERNELS
 from xlafuse.fusion import Report, fuse
@@ -45,6 +46,7 @@ from xlafuse.regressions import costs_more
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "notebooks/results/public_models.json", ROOT / "docs/public-models.md"
+MEASURED = RESULTS.with_name("public-h200.json")
 TARGET = "h200"
 
 
@@ -53,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(model.name for model in MODELS))
     parser.add_argument("--checkouts", type=Path, default=Path(), help="folder of the repositories")
-    parser.add_argument("--times", type=int, metavar="LAYERS", help="time real sizes, with at most so many layers")
     parser.add_argument("--estimates", type=int, metavar="LAYERS", help="estimate XLA's times of real sizes, on no GPU")
-    parser.add_argument("--parts", nargs="+", choices=TIMED, default=TIMED, help="what of it; default: all")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to complete; default: %(default)s")
     parser.add_argument("--write-page", action="store_true", help="only write the page")
     options = parser.parse_args(argv)
@@ -64,11 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in () if options.write_page else MODELS:
         if options.models and model.name not in options.models:
             continue
-        for part in options.parts if options.times or options.estimates else PARTS:
+        for part in TIMED if options.estimates else PARTS:
             try:
-                if options.times:
-                    found = {part: {"real": times_of(model, part, options.checkouts, options.times)}}
-                elif options.estimates:
+                if options.estimates:
                     found = {part: {"estimated": estimated(model, part, options.checkouts, options.estimates)}}
                 else:
                     found = run(model, part, options.checkouts)
@@ -87,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             results = {each.name: results[each.name] for each in MODELS if each.name in results}
             options.results.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if options.results == RESULTS:
-        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), results, load(MEASURED)), encoding="utf-8")
+    if options.write_page:
+        return 0
     worse = [f"{name} {part}" for name, found in results.items() for part in PARTS[1:] if is_worse(found.get(part, {}))]
     if worse:
         print(f"fuse makes these worse in bytes or estimated time: {', '.join(worse)}")
@@ -113,22 +113,6 @@ def run(model: PublicModel, part: str, checkouts: Path) -> dict[str, Any]:
     return {"source": model.source, "size": program.size, part: found}
 
 
-def times_of(model: PublicModel, part: str, checkouts: Path, layers: int) -> dict[str, Any]:
-    """Times a part of a model on the attached GPU, at the real size with at most so many layers."""
-    program = model.build(checkouts, jnp.bfloat16, "real", layers)
-    with jax.default_device(jax.devices("cpu")[0]):  # XLA compiles umT5's initializers for a GPU in over two minutes
-        params = jax.jit(program.init)(jax.random.key(0))
-    params = jax.device_put(params, jax.devices()[0])
-    state = (OPTIMIZER.init(params),) if part == "step" else ()
-    fn, outer = part_of(program, part)
-
-    def checked(result: Any) -> Any:
-        """Returns a step's loss and first moments, which are a tenth of the gradients: AdamW hides their sizes."""
-        return (result[2], result[1][0].mu) if part == "step" else result
-
-    return {"size": program.size, **timed(fn, outer, (params, *state, *program.batch), checked)}
-
-
 def estimated(model: PublicModel, part: str, checkouts: Path, layers: int) -> dict[str, Any]:
     """Estimates a part of a model as it is, at the real size with at most so many layers, compiled without a GPU.
 
@@ -145,7 +129,8 @@ def estimated(model: PublicModel, part: str, checkouts: Path, layers: int) -> di
 
 
 PARTS = ("numerics", "forward", "gradient", "step")
-TIMED = ("forward", "step")
+TIMED = {"forward": "forward", "step": "train"}
+"""Parts that `xlafuse bench public` times, with its names for them."""
 
 
 def sites_of(fn: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -256,8 +241,8 @@ def disturbed(params: Any) -> Any:
     return jax.tree.map(moved, params)
 
 
-def page(text: str, results: dict[str, Any]) -> str:
-    """Fills the document's tables from the results."""
+def page(text: str, results: dict[str, Any], measured: Results) -> str:
+    """Fills the document's tables from the results, and from those of `xlafuse bench public`."""
     refused: collections.Counter[str] = collections.Counter()
     for found in results.values():
         refused.update(found.get("gradient", {}).get("refused", {}))
@@ -274,14 +259,17 @@ def page(text: str, results: dict[str, Any]) -> str:
             _programs(results),
         ),
         "times": (
-            "model | program | size | GPU | XLA, ms | estimated | `fuse`, ms | gain | PyTorch, ms | over `fuse`",
-            "llllrrrrrr",
-            _times(results),
+            "model | program | size | XLA, ms | estimated | `fuse` | gain | with allowances | PyTorch, eager | "
+            "`torch.compile` | over `fuse` | max-autotune | over `fuse`",
+            "lllrrrrrrrrrr",
+            _times(results, measured),
         ),
         "errors": ("model | rule | error | error of the program as it is | median ratio", "llrrr", checks),
         "reasons": ("operation | reason | lines", "llr", reasons),
         "sources": ("model | source | size", "lll", sources),
     }
+    newest = Results(runs=tuple(run for run in measured.runs if run.environment.packages))
+    text = place(text, model_table(newest) if newest.runs else "Not measured yet.", "details")
     for marker, (header, align, rows) in tables.items():
         text = place(text, markdown_table(header.split(" | "), rows, align), marker)
     return text
@@ -302,18 +290,25 @@ def _programs(results: dict[str, Any]) -> Iterator[list[str]]:
         yield [name, part, kernels, str(left), str(refused), *cells]
 
 
-def _times(results: dict[str, Any]) -> Iterator[list[str]]:
-    for name, part, times in ((name, part, found.get(part, {})) for name, found in results.items() for part in TIMED):
-        if real := times.get("real"):
-            before, after = (real[which]["wall_us"] / 1e3 for which in ("before", "after"))
-            peer = times.get("torch", {})
-            is_alike = bool(peer) and real["gpu"] == peer["gpu"] and real["size"].startswith(peer["size"])
-            guess = times.get("estimated", {})
+def _times(results: dict[str, Any], measured: Results) -> Iterator[list[str]]:
+    cases = {(each.op, each.phase): each for each in measured.shapes}  # the last one counts
+    for name, part, found in ((n, part, each.get(part, {})) for n, each in results.items() for part in TIMED):
+        if case := cases.get((name, TIMED[part])):
+            guess = found.get("estimated", {})
             guessed = [f"{guess[key] / 1e3:.1f}" for key in ("us", "most_us") if key in guess]
-            cells = [f"{before:.1f}", " to ".join(guessed) if guess.get("size") == real["size"] else ""]
-            cells += [f"{after:.1f}", f"{before / after:.2f}"]
-            cells += [f"{(other := peer['wall_us'] / 1e3):.1f}", f"{other / after:.2f}"] if is_alike else ["", ""]
-            yield [name, part, real["size"], real["gpu"], *cells]
+            estimate = " to ".join(guessed) if guess.get("size") == case.spec else ""
+            ms, gain = partial(_cell, case), partial(_cell, case, over="fused")
+            cells = [ms("xla"), estimate, ms("fused"), gain("xla"), ms("fused_allowed"), ms("torch_eager")]
+            cells += [cell(peer) for peer in ("torch_compile", "torch_max_autotune") for cell in (ms, gain)]
+            yield [name, part, case.spec, *cells]
+
+
+def _cell(case: ShapeResult, name: str, over: str = "") -> str:
+    """Returns a candidate's wall clock in ms, or over another's; nothing where one was not measured."""
+    wall = {each.name: each.timing.wall_us for each in case.candidates}
+    if name not in wall or (over and over not in wall):
+        return ""
+    return f"{wall[name] / wall[over]:.2f}" if over else f"{wall[name] / 1e3:.1f}"
 
 
 def _check(numerics: dict[str, Any] | None) -> list[str]:

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Packs what a machine that reaches no registry needs to run the public models: every file that they open of the
+# Packs what a machine that reaches no registry needs to run the public models of JAX: every file that they open of the
 # checkouts and packages, except packages that the machine has.
 #
 #   scripts/public_models/pack.sh OUT.tar.xz CHECKOUTS PACKAGES [NAME ...]
 #
-# CHECKOUTS: folder of the repositories of sources.py. PACKAGES: where pip installed its packages (--target).
+# CHECKOUTS: folder of the repositories of xlafuse/bench/public/sources.py. PACKAGES: where pip installed its packages (--target).
 # NAME: packages to leave out, such as numpy. The archive holds the folders checkouts and packages; there:
 #
 #   tar xf OUT.tar.xz -C FOLDER
-#   USE_TORCH=0 PYTHONPATH=.:FOLDER/packages python scripts/public_models --checkouts FOLDER/checkouts ...
+#   python -m xlafuse.cli bench public --checkouts FOLDER/checkouts --packages FOLDER/packages ...
 set -euo pipefail
 out=$(realpath "$1") checkouts=$(realpath "$2") packages=$(realpath "$3")
 shift 3
@@ -32,10 +32,9 @@ def note(event, arguments):
 
 
 sys.addaudithook(note)
-sys.path.insert(0, str(root / "scripts/public_models"))
 import jax
 import jax.numpy as jnp
-from sources import MODELS
+from xlafuse.bench.public.sources import MODELS
 
 for model in MODELS:
     program = model.build(checkouts, jnp.bfloat16, "tiny")

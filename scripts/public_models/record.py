@@ -60,11 +60,11 @@ def record(name: str, part: str, layers: int, timeout: float, checkouts: Path, o
     """
     import jax
     import jax.numpy as jnp
-    from programs import part_of, shapes_of
     from record_measured import line
-    from sources import MODELS
 
     from hlo_analysis import analyze, capture
+    from xlafuse.bench.public.programs import part_of, shapes_of
+    from xlafuse.bench.public.sources import MODELS
     from xlafuse.measurements import Measurements, to_json
 
     model = next(each for each in MODELS if each.name == name)
@@ -98,7 +98,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"  # tracing needs no GPU, and would take memory of the measured program's
-    from sources import MODELS
+    from xlafuse.bench.public.sources import MODELS
 
     wanted = options.only or [f"{model.name}/{part}" for part in PARTS for model in MODELS]
     options.output.mkdir(parents=True, exist_ok=True)

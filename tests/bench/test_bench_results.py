@@ -28,7 +28,7 @@ from xlafuse.bench.results import (
     write,
 )
 from xlafuse.bench.rows import rows
-from xlafuse.bench.settings import Settings
+from xlafuse.bench.settings import PublicSettings, Settings
 from xlafuse.bench.text import result_lines, summary
 from xlafuse.bench.timing import Timing
 from xlafuse.bench.worker import BenchError
@@ -197,7 +197,8 @@ def run(tmp_path, monkeypatch):
         output = tmp_path / "out.json"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of forks beside JAX's threads
-            measured = supervisor.run(items, Settings(), output, measure=does_as_called, **more)
+            settings = more.pop("settings", Settings())
+            measured = supervisor.run(items, settings, output, measure=does_as_called, **more)
         assert load(output).shapes == measured.shapes
         return measured
 
@@ -234,6 +235,20 @@ def test_each_case_of_a_model_has_a_process(run):
     """Wall clock is taken before CUPTI has been in use."""
     assert [each.seconds for each in run("decode 1x8", "train 1x8", benchmark="model").shapes] == [1, 1]
     assert [each.seconds for each in run("a", "b").shapes] == [2, 2]
+
+
+def test_public_models_compile_at_the_same_time_and_one_that_dies_costs_itself(run, tmp_path):
+    settings = PublicSettings(checkouts=tmp_path, jobs=2)
+    got = run("a", "dies", "left out", "b", "c", benchmark="public", settings=settings)
+    assert [(each.op, each.seconds) for each in got.shapes] == [("a", 1), ("b", 1), ("c", 1)]
+    notes = [note for each in got.runs for note in each.left_out]
+    assert notes == [
+        "dies: the measuring process ended with exit code 9",
+        "tiny decode 1x8: too many positions",
+    ]
+    assert "checkouts" not in got.runs[0].settings
+    assert worker.worker_environment(settings, {})["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert worker.worker_environment(dataclasses.replace(settings, jobs=1), {}) == {}
 
 
 def test_memory_is_left_to_pytorch_where_it_runs():

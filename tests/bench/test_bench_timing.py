@@ -39,7 +39,7 @@ def test_wall_clock_is_taken_before_cupti_is_in_use(monkeypatch):
     happened = []
     monkeypatch.setattr(timing, "_kernel_records", lambda _, calls: happened.append("cupti") or [("k", 1e-3)] * calls)
     monkeypatch.setattr(
-        timing._Turn, "measure_wall", lambda turn, *_: happened.append("wall") or turn._wall_us.append(1)
+        timing.Turn, "measure_wall", lambda turn, *_: happened.append("wall") or turn._wall_us.append(1)
     )
     time_candidates([candidate("a"), candidate("b")], rounds=2, **NO_WARM_UP)
     assert happened == ["wall"] * 4 + ["cupti"] * 4

@@ -45,6 +45,24 @@ def test_lists_times_and_flags(asked):
     assert (settings.strategies, settings.until) == (("xla", "xla_cudnn", "best"), float("inf"))
 
 
+def test_phases_of_public_models(asked, tmp_path):
+    words = ("public", "--checkouts", str(tmp_path), "--models", "gpt2,bert", "--peers", "torch_eager", "--layers", "2")
+    items, settings = asked(*words)
+    assert items == ["gpt2 forward", "gpt2 train", "bert forward", "bert train"]
+    assert (settings.strategies, settings.layers) == (("xla", "fused", "fused_allowed"), 2)
+    assert len(asked("public", "--checkouts", str(tmp_path), "--phases", "train")[0]) > 20
+    for more, message in {
+        ("--models", "gpt3"): "unknown model 'gpt3'; did you mean 'gpt2'",
+        ("--phases", "step"): "unknown phase 'step'",
+        ("--strategies", "fuse"): "unknown strategy 'fuse'",
+        ("--strategies", ""): "--strategies names none",
+        ("--peers", "torch"): "unknown peer 'torch'",
+        ("--layers", "0"): "Invalid value for '--layers'",
+        ("--packages", "/nowhere"): "Invalid value for '--packages'",
+    }.items():
+        assert message in asked(*words, *more)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from xlafuse.bench.block import batch_and_length
@@ -48,26 +49,38 @@ def block_details(results: Results) -> str:
 
 
 def model_table(results: Results) -> str:
-    """Makes the table of whole models: a row a strategy or library, those of a phase timed in turns in one run."""
+    """Makes the table of whole models: a row a strategy or library, those of a phase timed in turns in one run.
+
+    A model's share of the peak and the error are shown where they were measured.
+    """
+    measured = [each for case in results.shapes for each in case.candidates]
+    has_share, has_error = (any(getattr(c, name) is not None for c in measured) for name in ("flops_share", "error"))
     rows = []
     for case in results.shapes:
         for i, each in enumerate(case.candidates):
             timing = each.timing
-            seconds = (each.lower_seconds or 0) + (each.compile_seconds or 0)
             rows.append(
                 [
-                    *(("", "", "") if i else (case.op, case.phase, case.spec.replace("x", " × "))),
+                    *(("", "", "") if i else (case.op, case.phase, re.sub(r"(?<=\d) ?x ?(?=\d)", " × ", case.spec))),
                     RIVALS[each.name] if each.name in RIVALS and each.name != "xla" else f"`{each.name}`",
                     f"{timing.wall_us / 1e3:.2f}",
-                    f"{each.tokens_per_second:,.0f}" if each.tokens_per_second else "–",
-                    f"{timing.median_us / 1e3:.2f}",
-                    f"{len(timing.kernels)}",
-                    f"{seconds:.1f}",
-                    f"{each.peak_bytes / 1e9:.1f}" if each.peak_bytes else "–",
+                    _or_dash(each.tokens_per_second, "{:,.0f}") + (f" {case.unit}" if case.unit != "tokens" else ""),
+                    f"{timing.median_us / 1e3:.2f}" if timing.kernels else "–",
+                    f"{len(timing.kernels) or '–'}",
+                    *([_or_dash(each.flops_share, "{:.1%}")] if has_share else []),
+                    _or_dash(each.lower_seconds, "{:.1f}"),
+                    _or_dash(each.compile_seconds, "{:.1f}"),
+                    _or_dash(each.peak_bytes and each.peak_bytes / 1e9, "{:.1f}"),
+                    *([_or_dash(each.error, "{:.2g}")] if has_error else []),
                 ]
             )
-    header = ("model", "phase", "sequences × tokens", "", "wall ms", "tokens/s", "kernels ms", "launches")
-    return f"{_device(results)}.\n\n{markdown_table((*header, 'compile s', 'GB'), rows, 'llll' + 'r' * 6)}"
+    header = ["model", "phase", "size", "", "wall ms", "tokens/s", "kernels ms", "launches"]
+    header += ["MFU"] * has_share + ["lower s", "compile s", "GB"] + ["error"] * has_error
+    return f"{_device(results)}.\n\n{markdown_table(header, rows, 'llll' + 'r' * (len(header) - 4))}"
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
 
 
 def _cases(results: Results) -> list[ShapeResult]:

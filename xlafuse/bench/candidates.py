@@ -73,16 +73,20 @@ def compiled(name: str, step: Any, arguments: Sequence[Any]) -> tuple[Any, dict[
     """
     start = time.perf_counter()
     lowered = step.lower(*arguments)
-    lowered_at = time.perf_counter()
+    return finished(name, lowered, time.perf_counter() - start)
+
+
+def finished(name: str, lowered: jax.stages.Lowered, lower_seconds: float) -> tuple[Any, dict[str, Any]]:
+    """Compiles what is lowered; returns what `compiled` does."""
+    start = time.perf_counter()
     program = lowered.compile()
-    compiled_at = time.perf_counter()
-    print(f"  {name}: lower {lowered_at - start:.1f} + compile {compiled_at - lowered_at:.1f} s", flush=True)
+    seconds = {"lower_seconds": lower_seconds, "compile_seconds": time.perf_counter() - start}
+    print(f"  {name}: lower {lower_seconds:.1f} + compile {seconds['compile_seconds']:.1f} s", flush=True)
     memory = program.memory_analysis()
     peak = None
     if memory is not None:
         sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
         peak = sum(sizes) - memory.alias_size_in_bytes
-    seconds = {"lower_seconds": lowered_at - start, "compile_seconds": compiled_at - lowered_at}
     return program, {**seconds, "peak_bytes": peak}
 
 
@@ -149,24 +153,26 @@ def timing_problems(run: TimingRun) -> list[Problem]:
 
 
 def checked(
-    makers: Mapping[str, Callable[[], tuple[Candidate, Sequence[jax.Array] | None]]],
+    makers: Mapping[str, Callable[[], tuple[Candidate, Any]]],
     problems: list[Problem],
+    check: Callable[..., float] | None = None,
     **limits: float,
 ) -> list[Candidate]:
     """Returns the candidates that run and agree with the first that does; failures go into `problems`.
 
-    makers: by name, what makes a candidate and its first results, or None if they are not to be compared. limits: those
-        of `check_close`.
+    makers: by name, what makes a candidate and its first results, or None if they are not to be compared. check: as
+        `check_close`, which it replaces. limits: those of `check_close`.
     """
     made: list[Candidate] = []
-    expected: Sequence[jax.Array] = ()
+    expected: Any = ()
     for name, make in makers.items():
         try:
             candidate, results = make()
             if not made:
                 expected = results or ()
             elif results is not None:
-                check_close(results, expected, of=made[0].name, **limits)
+                error = (check or check_close)(results, expected, of=made[0].name, **limits)
+                candidate = replace(candidate, costs={**candidate.costs, "error": error})
         except Exception as error:  # one that fails must not end the run of the others
             problems.append(problem_of(name, error))
             continue
@@ -182,8 +188,8 @@ def check_close(
     of: str = "xla",
     smallest: float = 0.0,
     tolerance: float = _TOLERANCE,
-) -> None:
-    """Checks the norm of the difference of each pair of outputs.
+) -> float:
+    """Checks the norm of the difference of each pair of outputs; returns the largest, as a share of a result's norm.
 
     Args:
         of: whose results the baseline is, for the message.
@@ -200,12 +206,15 @@ def check_close(
     is_float = [jnp.issubdtype(array.dtype, jnp.floating) for array in baseline]
     sizes = [float(_root_mean_square(array)) for array in baseline] if smallest else []
     least = smallest * max((size for size, known in zip(sizes, is_float, strict=False) if known), default=0.0)
+    largest = 0.0
     for i, (got, expected) in enumerate(zip(result, baseline, strict=True)):
         if not is_float[i]:
             continue
         error = float(_relative_error(jnp.asarray(got), expected, least))
         if not error < tolerance:
             raise AssertionError(f"output {i} is off by {error:.3g} of its norm from {of}'s")
+        largest = max(largest, error)
+    return largest
 
 
 @jax.jit

@@ -67,7 +67,7 @@ def bench_mesh(item: str, settings: MeshSettings, sampler: Sampler | None = None
             result = replace(result, problems=(problem_of("torch_fsdp", error),))
     made = partial(_candidates, config, shape, phase, layout, settings)
     result = timed(result, made, settings, sampler, baseline=settings.strategies[0], by_gpu=False, tokens=tokens)
-    least_us = _flops(config, (batch, length), phase) / len(devices) / _peak(devices[0]) * 1e6
+    least_us = _flops(config, (batch, length), phase) / len(devices) / peak(devices[0]) * 1e6
     both = (*result.candidates, *peers)
     yield replace(result, candidates=tuple(replace(each, flops_share=least_us / each.timing.wall_us) for each in both))
 
@@ -244,7 +244,7 @@ def _flops(config: DecoderConfig, shape: tuple[int, int], phase: str) -> int:
     return layers + head * (phase == "train")
 
 
-def _peak(device: Any) -> float:
-    """FLOP/s of products of bfloat16, by the data sheet; NaN if the GPU is not described."""
+def peak(device: Any) -> float:
+    """Returns the FLOP/s of products of bfloat16 by the data sheet; NaN if the GPU is not described."""
     known = PEAKS.get(device.device_kind)
     return float("nan") if known is None else dict(known.matrix_flops)["bf16"]

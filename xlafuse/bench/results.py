@@ -38,8 +38,11 @@ class Measured:
     kind: see `timing.Candidate`.
     lower_seconds, compile_seconds: tracing time and XLA's time before a whole model's first call.
     peak_bytes: device memory of that program, arguments included.
-    tokens_per_second: tokens a second of a whole model, by wall clock; on several GPUs those of one.
-    flops_share: FLOPs of the model's products over what the GPU's peak allows in that time (MFU), on several GPUs.
+    tokens_per_second: tokens, or what the result's `unit` says, a second of a whole model, by wall clock; on several
+        GPUs those of one.
+    flops_share: FLOPs of the model's products over what the GPU's peak allows in that time (MFU), of public models and
+        on several GPUs.
+    error: largest error of the results that were compared with the baseline's, as a share of their norm.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Measured:
     peak_bytes: int | None = None
     tokens_per_second: float | None = None
     flops_share: float | None = None
+    error: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,7 @@ class ShapeResult:
     ceiling: name of the candidate that serves as the copy ceiling.
     sets: number of buffer sets that took turns.
     activity: clocks and power during the timing.
+    unit: what `Measured.tokens_per_second` counts.
     """
 
     op: str
@@ -74,6 +79,7 @@ class ShapeResult:
     warm_up_seconds: float = 0.0
     is_steady: bool = True
     activity: Activity | None = None
+    unit: str = "tokens"
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -21,6 +21,7 @@ RIVALS = {
     "xla": "XLA",
     "torch_compile": "torch.compile",
     "torch_eager": "PyTorch",
+    "torch_max_autotune": "torch.compile, max-autotune",
     "liger": "Liger",
     "triton": "jax-triton",
     "cudnn": "cuDNN",

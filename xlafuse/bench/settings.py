@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
@@ -114,6 +115,61 @@ class ModelSettings(_Timed):
     is_scanned: Annotated[bool, typer.Option("--scan", help="Compile one layer in a loop over all of them.")] = False
     rounds: Rounds = 5
     calls: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicSettings(_Timed):
+    """Settings of the benchmark of public models.
+
+    models: all if empty; see `xlafuse.bench.public.sources`.
+    peers: names from `xlafuse.bench.public.torch_process.PEERS`.
+    layers: all that the published model has if None.
+    size: "tiny" for tests.
+    """
+
+    checkouts: Annotated[
+        Path, typer.Option(metavar="FOLDER", exists=True, file_okay=False, help="Folder of the models' repositories.")
+    ]
+    packages: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            exists=True,
+            file_okay=False,
+            help="Folder of packages that the models of JAX alone import, such as a `transformers` that has them.",
+        ),
+    ] = None
+    models: Annotated[tuple[str, ...], typer.Option(metavar="A,B,C", help="Models. Default: all.")] = ()
+    phases: Annotated[tuple[str, ...], typer.Option(metavar="A,B", help="forward, train: a step with AdamW.")] = (
+        "forward",
+        "train",
+    )
+    strategies: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="A,B,C",
+            help="Strategies to time, the first as the baseline; see `xlafuse strategies`. fused_allowed: fused with "
+            "all allowances.",
+        ),
+    ] = ("xla", "fused", "fused_allowed")
+    peers: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="A,B,C", help="The same model in PyTorch: torch_eager, torch_compile, torch_max_autotune."
+        ),
+    ] = ()
+    layers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="At most so many layers. Default: all of the model.")
+    ] = None
+    jobs: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Cases that compile at the same time, which may disturb XLA's autotuning."
+        ),
+    ] = 1
+    size: Literal["tiny", "page", "real"] = "real"
+    rounds: Rounds = 5
+    calls: int = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 from xlafuse.bench import worker
@@ -20,8 +22,8 @@ from xlafuse.bench.environment import Environment
 from xlafuse.bench.results import Results, Run, ShapeResult, merge, write
 from xlafuse.bench.worker import BenchError
 
-_ALONE = ("block", "model")
-"""Benchmarks whose cases have a process each."""
+_ALONE = ("block", "model", "public")
+"""Benchmarks whose cases have a process each; of those of public models, several compile at the same time."""
 
 
 def run(
@@ -38,10 +40,11 @@ def run(
 
     Args:
         items: names in `pallas_kernels.REGISTRY`; cases such as "forward 2x4096" for the block and model benchmarks,
-            "gradient fsdp 4x4096" for the mesh benchmark; calls such as "attention 7" for the choice benchmark.
+            "gradient fsdp 4x4096" for the mesh benchmark, "llama train" for public models; calls such as "attention 7"
+            for the choice benchmark.
         settings: those of `xlafuse.bench.settings` for the benchmark.
         output: the JSON file.
-        benchmark: "kernels", "block", "choice", "mesh" or "model".
+        benchmark: "kernels", "block", "choice", "mesh", "model" or "public".
         stall_seconds: how long a process may go without a new result before it is killed.
         measure: what the process runs; see `xlafuse.bench.worker.main`.
         kept: called with all results after each write.
@@ -49,24 +52,55 @@ def run(
     Raises:
         BenchError: the process refused the request, or died before it measured anything.
     """
-    runs: list[Run] = []
+    runs: dict[int, Run] = {}
+    numbers, lock = count(), Lock()
 
-    def keep(latest: Run) -> Results:
-        results = merge([Results(runs=(*runs, latest))])
-        if results.shapes:
-            write(output, results)
-            kept(results)
-        return results
+    def results_of() -> Results:
+        return merge([Results(runs=tuple(run for _, run in sorted(runs.items())))])
+
+    def measured(begun: Sequence[str]) -> str | None:
+        """Measures items in one process; returns the one that it died of, if it did."""
+        with lock:
+            number = next(numbers)
+
+        def keep(latest: Run) -> None:
+            with lock:
+                runs[number] = latest
+                results = results_of()
+                if results.shapes:
+                    write(output, results)
+                    kept(results)
+
+        found, died = _measured(measure, benchmark, begun, settings, stall_seconds, keep)
+        with lock:
+            runs[number] = found
+        return died
 
     remaining = list(items)
+    jobs = settings.jobs if benchmark == "public" else 1
+    refusals: list[BenchError] = []
+
+    def measured_beside_others(item: str) -> None:
+        try:
+            measured([item])
+        except BenchError as error:
+            refusals.append(error)
+
     while remaining:
-        begun = remaining[:1] if benchmark in _ALONE else remaining
-        found, died = _measured(measure, benchmark, begun, settings, stall_seconds, keep)
-        runs.append(found)
-        remaining = remaining[len(begun) if died is None else remaining.index(died) + 1 :]
-    results = merge([Results(runs=tuple(runs))])
+        if benchmark in _ALONE:
+            threads = [Thread(target=measured_beside_others, args=(item,)) for item in remaining[:jobs]]
+            for act in (Thread.start, Thread.join):
+                for thread in threads:
+                    act(thread)
+            if refusals:
+                raise refusals[0]
+            remaining = remaining[jobs:]
+        else:
+            died = measured(remaining)
+            remaining = [] if died is None else remaining[remaining.index(died) + 1 :]
+    results = results_of()
     if not results.shapes:
-        details = "; ".join(note for run in runs for note in run.left_out)
+        details = "; ".join(note for run in runs.values() for note in run.left_out)
         raise BenchError(f"nothing was measured: {details or 'no shape has such a name, phase or operation'}")
     write(output, results)
     return results
@@ -78,7 +112,7 @@ def _measured(
     items: Sequence[str],
     settings: Any,
     stall_seconds: float,
-    keep: Callable[[Run], Results],
+    keep: Callable[[Run], None],
 ) -> tuple[Run, str | None]:
     """Measures items in one process; returns what it measured, and the item that it died of, if it did."""
     context = get_context("spawn")
@@ -94,7 +128,9 @@ def _measured(
                 case BenchError() as error:
                     raise error
                 case Environment() as found:
-                    given = {name: None if value == float("inf") else value for name, value in asdict(settings).items()}
+                    # Folders are this machine's.
+                    kept = {name: value for name, value in asdict(settings).items() if not isinstance(value, Path)}
+                    given = {name: None if value == float("inf") else value for name, value in kept.items()}
                     started = datetime.now(UTC).isoformat(timespec="seconds")
                     run = Run(started=started, environment=found, settings=given)
                 case ("begun", item):

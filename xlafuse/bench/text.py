@@ -39,7 +39,7 @@ def _candidate_line(result: ShapeResult, each: Measured, base: Measured) -> str:
     by = "wall_us" if each.tokens_per_second else "median_us"  # a model is compared by its wall clock
     words = [f"{timing.median_us:10.2f} µs", f"×{getattr(base.timing, by) / getattr(timing, by):.3f}"]
     if each.tokens_per_second:
-        words.append(f"{each.tokens_per_second:.0f} tokens/s")
+        words.append(f"{each.tokens_per_second:.0f} {result.unit}/s")
     elif result.bytes:
         words.append(rate(result, each.name))
     if result.ceiling:
@@ -52,6 +52,8 @@ def _candidate_line(result: ShapeResult, each: Measured, base: Measured) -> str:
         words.append(f"lower {each.lower_seconds or 0:.1f} + compile {each.compile_seconds:.1f} s")
     if each.peak_bytes:
         words.append(f"{each.peak_bytes / 1e9:.1f} GB")
+    if each.error is not None and each.tokens_per_second:
+        words.append(f"error {each.error:.2g}")
     return f"      {each.name:<21} {'  '.join(words)}"
 
 

@@ -59,6 +59,7 @@ class Candidate:
     inputs: sets of arguments, used in turns.
     wait: blocks until the call that returned this result has finished.
     costs: seconds and bytes of its compilation, by the fields of `results.Measured`.
+    turn: stands for the `Turn` of a program that another process runs and times.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Candidate:
     inputs: Sequence[tuple[Any, ...]]
     wait: Callable[[Any], Any] = jax.block_until_ready
     costs: Mapping[str, Any] = field(default_factory=dict)
+    turn: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,28 +116,30 @@ def time_candidates(
         Timings over at least `rounds * calls` calls each. A candidate that raises is dropped and recorded in
         `failures`.
     """
-    turns = {candidate.name: _Turn(candidate) for candidate in candidates}
+    turns = {candidate.name: candidate.turn or Turn(candidate) for candidate in candidates}
     failures: dict[str, str] = {}
 
-    def attempt(turn: _Turn, step: Callable[[_Turn], None]) -> None:
-        name = turn.candidate.name
+    def attempt(name: str, step: Callable[[Turn], None]) -> None:
         if name in failures:
             return
         try:
-            step(turn)
+            step(turns[name])
         except Exception as error:  # a failing candidate must not end the run of the others
             failures[name] = f"{type(error).__name__}: {error}"
 
     orders = np.random.default_rng(seed=0)
 
-    def take_turns(measure: Callable[[_Turn], None]) -> None:
+    def take_turns(measure: Callable[[Turn], None]) -> None:
         for _ in range(rounds):
             for place in orders.permutation(len(turns)):
-                attempt(list(turns.values())[place], measure)
+                attempt(list(turns)[place], measure)
 
-    for turn in turns.values():  # compiles, if not done yet
-        attempt(turn, _Turn.run_once)
-    spent, is_steady = _warm_up(lambda: [attempt(turn, _Turn.run_once) for turn in turns.values()], *warm_up_seconds)
+    def run_all() -> None:
+        for name in turns:
+            attempt(name, lambda turn: turn.run_once())
+
+    run_all()  # compiles, if not done yet
+    spent, is_steady = _warm_up(run_all, *warm_up_seconds)
     take_turns(lambda turn: turn.measure_wall(calls, wall_seconds))
     if by_gpu:
         take_turns(lambda turn: turn.measure_gpu(calls))
@@ -165,7 +169,7 @@ def _warm_up(run_all: Callable[[], Any], at_least: float, at_most: float) -> tup
     return time.perf_counter() - start, is_steady
 
 
-class _Turn:
+class Turn:
     """A candidate's samples so far and the position in its inputs."""
 
     def __init__(self, candidate: Candidate):
@@ -176,13 +180,16 @@ class _Turn:
         self._kernels: tuple[str, ...] = ()
 
     def call(self) -> Any:
+        """Calls the candidate with its next inputs."""
         self._at = (self._at + 1) % len(self.candidate.inputs)
         return self.candidate.call(*self.candidate.inputs[self._at])
 
     def run_once(self) -> None:
+        """Calls the candidate and waits for the result."""
         self.candidate.wait(self.call())
 
     def measure_wall(self, calls: int, seconds: float) -> None:
+        """Adds the wall clock of a call among several in flight."""
         start = time.perf_counter()
         result, made = None, 0
         while made < calls or time.perf_counter() - start < seconds:
@@ -191,8 +198,13 @@ class _Turn:
         self.candidate.wait(result)
         self._wall_us.append((time.perf_counter() - start) / made * 1e6)
 
+    def records(self, calls: int) -> list[tuple[str, float]]:
+        """Returns name and milliseconds of each kernel of so many calls."""
+        return _kernel_records(self.run_once, calls)
+
     def measure_gpu(self, calls: int) -> None:
-        records = _kernel_records(self.run_once, calls)
+        """Adds the sum of the kernel times of each call."""
+        records = self.records(calls)
         if not records or len(records) % calls:
             raise RuntimeError(
                 f"CUPTI saw {len(records)} kernels in {calls} calls of {self.candidate.name!r}, expected as many in "
@@ -202,6 +214,7 @@ class _Turn:
         self._gpu_us += times
 
     def timing(self) -> Timing:
+        """Returns the median of the samples; of the wall clock where no kernel was timed."""
         taken = self._gpu_us or self._wall_us
         p20, median, p80 = np.percentile(taken, (20, 50, 80))
         return Timing(

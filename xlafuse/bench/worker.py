@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib import import_module
 from itertools import repeat
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +24,7 @@ from xlafuse.bench.kernels import bench_operation, require_gpu
 from xlafuse.bench.mesh import bench_mesh
 from xlafuse.bench.model import bench_model
 from xlafuse.bench.results import Results, Run, ShapeResult, write
+from xlafuse.bench.settings import PublicSettings
 from xlafuse.bench.text import result_lines
 from xlafuse.errors import XlafuseError
 
@@ -35,6 +37,7 @@ BENCHMARKS: Mapping[str, Callable[..., Iterator[ShapeResult | str]]] = {
     "choice": bench_choice,
     "mesh": bench_mesh,
     "model": bench_model,
+    "public": lambda *given: import_module("xlafuse.bench.public.bench").bench_public(*given),
 }
 """What yields the results of an item by benchmark, or a str for one that it leaves out."""
 
@@ -85,10 +88,11 @@ def write_each(results: Iterable[ShapeResult], output: Path, settings: Mapping[s
 def worker_environment(settings: Any, environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables of a process that measures.
 
-    If PyTorch runs beside JAX, JAX must not preallocate the memory.
+    If PyTorch or another case runs beside JAX, JAX must not preallocate the memory.
     """
     has_pytorch = any(name.startswith(_PYTORCH_PEERS) for name in getattr(settings, "peers", ()))
-    return {**({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if has_pytorch else {}), **environment}
+    is_shared = has_pytorch or (isinstance(settings, PublicSettings) and settings.jobs > 1)
+    return {**({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if is_shared else {}), **environment}
 
 
 def gpu_answers() -> bool:

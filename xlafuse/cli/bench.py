@@ -1,4 +1,4 @@
-"""Implements `xlafuse bench kernels|block|model|mesh|choice|compare` and `xlafuse tune`."""
+"""Implements `xlafuse bench kernels|block|model|public|mesh|choice|compare` and `xlafuse tune`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from xlafuse.bench.settings import (
     Match,
     MeshSettings,
     ModelSettings,
+    PublicSettings,
     Rounds,
     Seconds,
     Settings,
 )
-from xlafuse.cli.errors import cli_errors
+from xlafuse.cli.errors import InputError, cli_errors
 from xlafuse.cli.options import names, with_options
 
 if TYPE_CHECKING:
@@ -99,6 +100,25 @@ def _model(
     _under_strategies("model", cases, settings, output, model.PEERS, stall_seconds=300.0)
 
 
+def _public(settings: PublicSettings, output: Output) -> None:
+    """Measure public models as published: wall clock, tokens or images a second, MFU, compile time, memory, errors.
+
+    Needs the packages and repositories that docs/public-models.md names, and an NVIDIA GPU. Exits with 0 if every
+    strategy was measured, 1 if one failed or a model could not be imported, 2 on bad input or no GPU.
+    """
+    from xlafuse.bench.public.bench import ALLOWED
+    from xlafuse.bench.public.phases import PHASES
+    from xlafuse.bench.public.sources import MODELS
+    from xlafuse.bench.public.torch_process import PEERS
+
+    if not settings.strategies:
+        raise InputError("--strategies names none; its first is what the others are compared with, as in xla,fused")
+    known = [model.name for model in MODELS]
+    models = _checked("model", settings.models or known, known)
+    cases = [f"{model} {phase}" for model in models for phase in _checked("phase", settings.phases, PHASES)]
+    _under_strategies("public", cases, settings, output, PEERS, more=(ALLOWED,), stall_seconds=560.0)
+
+
 def _mesh(
     settings: MeshSettings,
     output: Output,
@@ -154,6 +174,7 @@ def _choice(
 bench.command("kernels")(with_options(_kernels, Settings))
 bench.command("block")(with_options(_block, BlockSettings))
 bench.command("model")(with_options(_model, ModelSettings))
+bench.command("public")(with_options(_public, PublicSettings))
 bench.command("mesh")(with_options(_mesh, MeshSettings))
 bench.command("choice")(with_options(_choice, ChoiceSettings))
 
@@ -242,12 +263,21 @@ def _cases(shapes: str, modes: Iterable[str]) -> list[str]:
 
 
 def _under_strategies(
-    benchmark: str, cases: Sequence[str], settings: Any, output: Path, peers: Iterable[str], **options: Any
+    benchmark: str,
+    cases: Sequence[str],
+    settings: Any,
+    output: Path,
+    peers: Iterable[str],
+    more: Sequence[str] = (),
+    **options: Any,
 ) -> None:
-    """Measures the cases under the settings' strategies, and exits with 1 where one of these failed."""
+    """Measures the cases under the settings' strategies, and exits with 1 where one of these failed.
+
+    more: strategies of this benchmark alone.
+    """
     from xlafuse.strategies import STRATEGIES
 
-    _checked("strategy", settings.strategies, STRATEGIES)
+    _checked("strategy", settings.strategies, (*STRATEGIES, *more))
     _checked("peer", settings.peers, peers)
     results = _measured(benchmark, cases, settings, output, **options)
     raise typer.Exit(0 if _is_complete(results, settings.strategies) else 1)

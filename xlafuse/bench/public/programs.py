@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from sizes import Graphs, Size, resolve
+
+from xlafuse.bench.public.sizes import Graphs, Size, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +37,25 @@ class PublicModel:
     """A model of a package or repository.
 
     source: package and version, or repository and commit. sizes: by name. make: makes the program of (folder of
-    checkouts, dtype of the computation, sizes).
+    checkouts, dtype of the computation, sizes). unit: what its speed is counted in.
     """
 
     name: str
     source: str
     sizes: dict[Size, Any]
     make: Callable[[Path, Any, Any], Program]
+    unit: str = "tokens"
 
-    def build(self, folder: Path, dtype: Any, size: Size, layers: int = 8) -> Program:
+    def build(self, folder: Path, dtype: Any, size: Size, layers: int | None = None) -> Program:
         """Makes the program at a size, with at most so many layers."""
         return self.make(folder, dtype, resolve(self.sizes, size, layers))
+
+    def units(self, size: Size) -> int:
+        """Returns how many tokens, images or others a batch has."""
+        sizes = self.sizes[size]
+        if isinstance(sizes, Graphs):
+            return sizes.graphs
+        return sizes.batch * (sizes.length if self.unit == "tokens" else 1)
 
 
 OPTIMIZER = optax.adamw(1e-3)

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from programs import KEY, Program, importing, linen_program, nnx_program, tokens_of
-from sizes import Stack
+
+from xlafuse.bench.public.programs import KEY, Program, importing, linen_program, nnx_program, tokens_of
+from xlafuse.bench.public.sizes import Stack
 
 
 def lm1b(folder: Path, dtype: Any, sizes: Stack) -> Program:

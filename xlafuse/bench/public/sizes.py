@@ -63,14 +63,14 @@ class Levels:
     context: int = 0
 
 
-def resolve(table: dict[Size, Any], size: Size, layers: int) -> Any:
+def resolve(table: dict[Size, Any], size: Size, layers: int | None = None) -> Any:
     """Returns the sizes of a table, with at most so many layers."""
     if size not in table:
         raise ValueError(f"size is {size!r}, expected one of {', '.join(table)}")
-    if layers < 1:
+    if layers is not None and layers < 1:
         raise ValueError(f"layers is {layers}, expected at least 1")
     sizes = table[size]
-    return replace(sizes, layers=min(layers, sizes.layers)) if isinstance(sizes, Stack) else sizes
+    return replace(sizes, layers=min(layers, sizes.layers)) if layers and isinstance(sizes, Stack) else sizes
 
 
 _TINY = Stack(batch=2, length=32, width=64, heads=4, key_heads=2, head_width=16, hidden=256, vocabulary=128)

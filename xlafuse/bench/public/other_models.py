@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from programs import KEY, Program, importing, linen_program, molecules, normal, tokens_of
-from sizes import Graphs, Levels, Stack
+
+from xlafuse.bench.public.programs import KEY, Program, importing, linen_program, molecules, normal, tokens_of
+from xlafuse.bench.public.sizes import Graphs, Levels, Stack
 
 
 def haiku_rnn(folder: Path, dtype: Any, sizes: Stack) -> Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sizes import Stack
+from xlafuse.bench.public.sizes import Stack
 
 
 def encoder(stack: Stack) -> dict[str, int]:

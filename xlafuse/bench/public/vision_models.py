@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from programs import KEY, Program, importing, linen_program, normal, statistics_of, tokens_of
-from sizes import Levels, Stack
+
+from xlafuse.bench.public.programs import KEY, Program, importing, linen_program, normal, statistics_of, tokens_of
+from xlafuse.bench.public.sizes import Levels, Stack
 
 
 def resnet(folder: Path, dtype: Any, sizes: Levels) -> Program:

@@ -12,8 +12,9 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from programs import KEY, Program, importing, linen_program, normal, statistics_of, tokens_of
-from sizes import Stack
+
+from xlafuse.bench.public.programs import KEY, Program, importing, linen_program, normal, statistics_of, tokens_of
+from xlafuse.bench.public.sizes import Stack
 
 
 def s5(folder: Path, dtype: Any, sizes: Stack) -> Program:

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import configs
 import jax
 import jax.numpy as jnp
 import optax
-from programs import KEY, Program, linen_program, normal, tokens_of
-from sizes import Stack
+
+from xlafuse.bench.public import configs
+from xlafuse.bench.public.programs import KEY, Program, linen_program, normal, tokens_of
+from xlafuse.bench.public.sizes import Stack
 
 
 def gpt2(folder: Path, dtype: Any, sizes: Stack) -> Program:

@@ -1,0 +1,1 @@
+"""Public models as their authors publish them, and the benchmark of them: `xlafuse bench public`."""

@@ -1,0 +1,263 @@
+"""The same models in PyTorch, timed by a process that `torch_process.py` starts.
+
+As a user of PyTorch would train them: the models of `transformers`, float32 weights under bfloat16 autocast, fused
+AdamW, attention by `scaled_dot_product_attention`, experts by `grouped_mm`. Forward passes return logits, and draw
+dropout's masks. This process has the `transformers` that is installed; the models of JAX may have an older one.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from xlafuse.bench.public import configs, sizes
+from xlafuse.bench.timing import Candidate, Turn
+
+MODES = {"torch_eager": None, "torch_compile": "default", "torch_max_autotune": "max-autotune"}
+"""torch.compile's mode of each peer. The last one launches CUDA graphs."""
+UNSEEN = -100  # a label that has no loss
+DEVICE = "cuda"
+
+
+def _tokens(stack: sizes.Stack) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(1, stack.vocabulary, (stack.batch, stack.length), device=DEVICE)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _masked(stack: sizes.Stack) -> dict[str, torch.Tensor]:
+    batch = _tokens(stack)
+    seen = torch.rand(batch["labels"].shape, device=DEVICE) < 1 / 7
+    return {**batch, "labels": torch.where(seen, batch["labels"], UNSEEN)}
+
+
+def _images(stack: sizes.Stack) -> dict[str, torch.Tensor]:
+    pixels = torch.randn(stack.batch, 3, stack.length, stack.length, device=DEVICE)
+    return {"pixel_values": pixels, "labels": torch.randint(stack.vocabulary, (stack.batch,), device=DEVICE)}
+
+
+def _qwen3(stack: sizes.Stack) -> Any:
+    return transformers.Qwen3Config(tie_word_embeddings=True, **configs.decoder(stack))
+
+
+def _gemma(stack: sizes.Stack) -> Any:
+    return transformers.Gemma3TextConfig(sliding_window=stack.window, **configs.decoder(stack))
+
+
+def _umt5(stack: sizes.Stack) -> Any:
+    """Makes umT5, whose table, decoder's table and head are three, as in the model of JAX."""
+    widths = {"d_model": stack.width, "d_kv": stack.head_width, "d_ff": stack.hidden, "num_heads": stack.heads}
+    sized = {"vocab_size": stack.vocabulary, "num_layers": stack.layers, "dropout_rate": 0.0, "use_cache": False}
+    model = _of("UMT5ForConditionalGeneration", transformers.UMT5Config(**sized, **widths))
+    model.decoder.embed_tokens = copy.deepcopy(model.decoder.embed_tokens)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
+def _targets(stack: sizes.Stack) -> dict[str, torch.Tensor]:
+    targets = torch.randint(1, stack.vocabulary, (stack.batch, stack.targets), device=DEVICE)
+    return {"decoder_input_ids": targets, "labels": targets}
+
+
+def _spans(stack: sizes.Stack) -> dict[str, torch.Tensor]:
+    return {"input_ids": _tokens(stack)["input_ids"], **_targets(stack)}
+
+
+def _sounds(stack: sizes.Stack) -> dict[str, torch.Tensor]:
+    return {"input_features": torch.randn(stack.batch, 80, 2 * stack.length, device=DEVICE), **_targets(stack)}
+
+
+def _siglip(stack: sizes.Stack) -> Any:
+    text = {"vocab_size": stack.vocabulary, "max_position_embeddings": stack.targets, **configs.encoder(stack)}
+    vision = {"image_size": stack.length, "patch_size": 16, **configs.encoder(stack)}
+    return transformers.SiglipConfig(text_config=text, vision_config=vision)
+
+
+def _pairs(stack: sizes.Stack) -> dict[str, Any]:
+    words = torch.randint(1, stack.vocabulary, (stack.batch, stack.targets), device=DEVICE)
+    return {"input_ids": words, "pixel_values": _images(stack)["pixel_values"], "return_loss": True}
+
+
+class _Experts(torch.nn.Module):
+    """Qwen 3's experts, each layer after its norm and added to the rest, as those of Gemma 4 in sequence_models.py."""
+
+    def __init__(self, stack: sizes.Stack):
+        super().__init__()
+        library = transformers.models.qwen3_moe.modeling_qwen3_moe
+        numbers = {"num_experts": stack.experts, "num_experts_per_tok": stack.chosen, "norm_topk_prob": True}
+        widths = {"hidden_size": stack.width, "moe_intermediate_size": stack.hidden}
+        config = transformers.Qwen3MoeConfig(hidden_act="gelu_pytorch_tanh", **widths, **numbers)
+        config._experts_implementation = "grouped_mm"
+        norms = [library.Qwen3MoeRMSNorm(stack.width) for _ in range(2 * stack.layers)]
+        blocks = [library.Qwen3MoeSparseMoeBlock(config) for _ in range(stack.layers)]
+        for each in (parameter for block in blocks for parameter in block.parameters()):
+            torch.nn.init.normal_(each, std=0.02)
+        self.norms, self.blocks = torch.nn.ModuleList(norms), torch.nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor]:
+        """Returns the loss, or the result where there are no labels."""
+        for place, block in enumerate(self.blocks):
+            narrow = {name: each.bfloat16() for name, each in block.named_parameters()}  # autocast leaves grouped_mm
+            y = torch.func.functional_call(block, narrow, (self.norms[2 * place](x).bfloat16(),))
+            x = x + self.norms[2 * place + 1](y).bfloat16()
+        return (x if labels is None else (x - labels).float().square().mean(),)
+
+
+def _rows(stack: sizes.Stack) -> dict[str, torch.Tensor]:
+    shape = (stack.batch, stack.length, stack.width)
+    return {name: torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for name in ("x", "labels")}
+
+
+def _of(kind: str, config: Any) -> Any:
+    """Makes a model of transformers."""
+    return getattr(transformers, kind)._from_config(config, attn_implementation="sdpa")
+
+
+def _as(kind: str, config_of: Callable[[sizes.Stack], Any]) -> Callable[[sizes.Stack], Any]:
+    return lambda stack: _of(kind, config_of(stack))
+
+
+MODELS: dict[str, tuple[dict[Any, sizes.Stack], Callable[[sizes.Stack], Any], Callable[[sizes.Stack], Any]]] = {
+    "gpt2": (sizes.GPT2, _as("GPT2LMHeadModel", configs.gpt2), _tokens),
+    "bert": (sizes.BERT, _as("BertForMaskedLM", configs.bert), _masked),
+    "vit": (sizes.VIT, _as("ViTForImageClassification", configs.vit), _images),
+    "llama": (sizes.LLAMA, _as("LlamaForCausalLM", configs.llama), _tokens),
+    "qwen3": (sizes.QWEN3, _as("Qwen3ForCausalLM", _qwen3), _tokens),
+    "gemma": (sizes.GEMMA, _as("Gemma3ForCausalLM", _gemma), _tokens),
+    "umt5": (sizes.UMT5, _umt5, _spans),
+    "whisper": (sizes.WHISPER, _as("WhisperForConditionalGeneration", configs.whisper), _sounds),
+    "siglip": (sizes.SIGLIP, _as("SiglipModel", _siglip), _pairs),
+    "experts": (sizes.GEMMA4_EXPERTS, _Experts, _rows),
+}
+"""By name: sizes, what makes the model, and what makes its batch."""
+
+
+class Model:
+    """A phase of a model, whose weights and optimizer its modes share."""
+
+    def __init__(self, name: str, phase: str, size: sizes.Size, layers: int | None) -> None:
+        table, make, batch_of = MODELS[name]
+        stack = sizes.resolve(table, size, layers)
+        self.model, self.batch = make(stack).to(DEVICE).train(), batch_of(stack)
+        self.optimizer = None
+        if phase == "train":
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        else:
+            self.batch = {key: each for key, each in self.batch.items() if key not in ("labels", "return_loss")}
+
+    def call_of(self, mode: str | None) -> Callable[[], Any]:
+        """Returns a call of the forward pass or of a training step, by torch.compile in a mode or without it."""
+
+        def first_of(batch: dict[str, Any]) -> torch.Tensor:
+            """Returns the loss, or the logits of a batch without labels."""
+            with torch.autocast(DEVICE, torch.bfloat16):
+                return self.model(**batch)[0]
+
+        run = first_of if mode is None else torch.compile(first_of, mode=mode)
+        optimizer = self.optimizer
+
+        def call() -> Any:
+            torch.compiler.cudagraph_mark_step_begin()  # the last call's results may be overwritten
+            with torch.set_grad_enabled(optimizer is not None):
+                result = run(self.batch)
+                if optimizer is not None:
+                    result.backward()
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+            return result.detach()
+
+        return call
+
+
+class ProfiledTurn(Turn):
+    """A turn whose kernels PyTorch's own profiler times, if it can."""
+
+    def measure_gpu(self, calls: int) -> None:
+        """Adds the sum of the kernel times of each call; without them the wall clock stands for it."""
+        try:
+            super().measure_gpu(calls)
+        except Exception as error:
+            print(f"{self.candidate.name}: no kernel times: {error}", file=sys.stderr, flush=True)
+
+    def records(self, calls: int) -> list[tuple[str, float]]:
+        """Returns name and milliseconds of each kernel of so many calls."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(calls):
+                self.run_once()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "trace.json")
+            profile.export_chrome_trace(str(file))
+            events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+        kernels = sorted((each for each in events if each.get("cat") == "kernel"), key=lambda each: float(each["ts"]))
+        return [(each["name"], float(each["dur"]) / 1e3) for each in kernels]
+
+
+def turn_of(model: Model, name: str) -> tuple[ProfiledTurn, dict[str, Any]]:
+    """Returns a peer that has run, with the seconds of its first call and its memory."""
+    call = model.call_of(MODES[name])
+    torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    call()
+    wait()
+    seconds = time.perf_counter() - started
+    call()  # CUDA graphs are recorded by the second call
+    wait()
+    costs = {"compile_seconds": seconds if MODES[name] else 0.0, "peak_bytes": torch.cuda.max_memory_allocated()}
+    torch.cuda.empty_cache()  # what other processes need while they compile
+    return ProfiledTurn(Candidate(name=name, kind="peer", call=call, inputs=[()], wait=wait)), costs
+
+
+def wait(_: Any = None) -> None:
+    """Waits for the GPU."""
+    torch.cuda.synchronize()
+
+
+def serve(lines: Any, reply: Callable[[Any], None]) -> None:
+    """Answers requests: first [model, phase, size, layers], then [peer, method of `Turn` or "make", *arguments].
+
+    A reply is {"result": ...} or {"error": [type, message]}.
+    """
+    torch.set_float32_matmul_precision("high")
+    model: Any = None
+    turns: dict[str, ProfiledTurn] = {}
+    for line in lines:
+        try:
+            name, *request = json.loads(line)
+            if model is None:
+                result, model = None, Model(name, *request)
+            elif request == ["make"]:
+                turns[name], result = turn_of(model, name)
+            else:
+                method, *arguments = request
+                result = getattr(turns[name], method)(*arguments)
+                result = asdict(result) if method == "timing" else None
+            reply({"result": result})
+        except Exception as error:
+            reply({"error": [type(error).__name__, str(error)]})
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Answers on standard output; what libraries print there goes to standard error."""
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+
+        def reply(answer: Any) -> None:
+            print(json.dumps(answer), file=out, flush=True)
+
+        serve(sys.stdin, reply)
+
+
+if __name__ == "__main__":
+    main()
