@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 from rewriting import normal
 
+from xlafuse.fusion import fuse
+
 BATCH, LENGTH, HEADS, KEY_HEADS, SIZE = 2, 16, 4, 2, 32
 QUERY = normal((BATCH, 1, HEADS, SIZE))
 KEY, VALUE = (normal((BATCH, LENGTH, KEY_HEADS, SIZE), seed=seed) for seed in (1, 2))
@@ -30,9 +32,9 @@ def of_sequences(condition):
     return condition[:, None, None, :]
 
 
-def cut(condition, row, column=0):
+def cut(condition, row, column=0, dtype=jnp.int32):
     """A row of a mask by the places of queries and keys."""
-    start = tuple(map(jnp.int32, (0, 0, row, column)))
+    start = tuple(map(dtype, (0, 0, row, column)))
     return jax.lax.dynamic_slice(condition[None, None], start, (1, 1, 1, LENGTH))
 
 
@@ -47,6 +49,7 @@ ENDS = {
     "hidden": (lambda n: ~of_sequences(places() >= n[:, None]), {"end"}),
     "one for all": (lambda n: (places() < n[0])[None, None, None], {"end"}),
     "a row of a causal mask": (lambda n: row(n[0]), {"row"}),
+    "a row of bytes": (lambda n: cut(places()[:, None] >= places(), n[0].astype(jnp.int8), dtype=jnp.int8), {"row"}),
     "a row and an end": (lambda n: row(n[0]) & of_sequences(places() < n[:, None]), {"row", "end"}),
     "first keys": (lambda n: of_sequences((places() <= n[:, None]) & (places() < 12)), {"last", "end"}),
     "a window in front": (
@@ -59,6 +62,8 @@ ENDS = {
     ),
 }
 OTHERS = {
+    "all keys": lambda n: of_sequences(places() >= 0 * n[:, None]),
+    "all keys by a number": lambda n: of_sequences(places()[None] >= 0),
     "a window behind": lambda n: of_sequences((places() < n[:, None]) & (places() >= n[:, None] - 4)),
     "first keys hidden": lambda n: of_sequences((places() < n[:, None]) & (places() > 0)),
     "given": lambda n: of_sequences((n[:, None] * places()) % 3 > 0),
@@ -159,3 +164,29 @@ def test_the_cache_is_updated_in_place_before(sites):
         return attend(query, key, value, (places() < place + 1)[None, None, None]), key, value
 
     assert sites(fn, QUERY, KEY, VALUE, new, jnp.int32(7)) == ["decode_attention"]
+
+
+def test_a_gradient(sites):
+    def loss(query, key, value, lengths):
+        return jnp.sum(attend(query, key, value, of_sequences(places() < lengths[:, None])) ** 2)
+
+    expected = jax.grad(loss, (0, 1, 2))(QUERY, KEY, VALUE, LENGTHS)
+    found = jax.grad(fuse(loss), (0, 1, 2))(QUERY, KEY, VALUE, LENGTHS)
+    for own, other in zip(found, expected, strict=True):
+        assert jnp.allclose(own, other, rtol=1e-5, atol=1e-5)
+
+
+def test_rounding_that_is_allowed(sites):
+    query, key, value = (each.astype(jnp.bfloat16) for each in (QUERY, KEY, VALUE))
+
+    def fn(query, key, value, lengths):
+        key, value = (jnp.repeat(each, HEADS // KEY_HEADS, axis=2) for each in (key, value))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * SIZE**-0.5
+        scores = jnp.where(of_sequences(places() < lengths[:, None]), scores.astype(jnp.float32), LOWEST)
+        weights = jax.nn.softmax(scores).astype(query.dtype)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+    told = []
+    assert "decode_attention" not in sites(fn, query, key, value, LENGTHS, told=told.append)
+    assert "decode_attention in float32; allow={'rounding'} takes it" in str(told[0])
+    assert sites(fn, query, key, value, LENGTHS, allow={"rounding"}) == ["decode_attention"]

@@ -20,8 +20,8 @@ from xlafuse.fusion.spellings import OPERATIONS
 from xlafuse.fusion.terms import primitives_before
 
 TELLING = frozenset((
-    "attention", "rms_norm", "layer_norm", "batch_norm", "softmax", "cross_entropy", "rotation", "lora_linear",
-    "dequantized",
+    "attention", "decode_attention", "rms_norm", "layer_norm", "batch_norm", "softmax", "cross_entropy", "rotation",
+    "lora_linear", "dequantized",
 ))  # fmt: skip
 """Operations that a value may nearly be though no part fitted, since their `needs` and `propose` accept few values."""
 

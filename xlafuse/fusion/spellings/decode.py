@@ -75,6 +75,8 @@ def _with_ends(arrays: dict[str, Binding], options: dict[str, Any]) -> tuple[dic
                 if binding is None or not names:
                     return _OTHERS
                 ends[names[0]] = binding
+    if not ends:
+        return "its mask hides no key"
     return {**{name: arrays[name] for name in ("query", "key", "value")}, **ends}, options
 
 
@@ -129,6 +131,7 @@ def _arguments(arrays: dict[str, Any]) -> dict[str, Any]:
         if name in ENDS:
             kind = name.rstrip("0123456789")
             is_last = kind != "end"
+            each = each.astype(jnp.promote_types(each.dtype, jnp.int32))
             counts.append(jnp.clip(each, lowest[kind], keys - is_last).astype(jnp.int32) + is_last)
     lengths = jnp.broadcast_to(functools.reduce(jnp.minimum, counts), query.shape[:1])
     sees_none = lengths == 0
