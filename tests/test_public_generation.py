@@ -71,7 +71,8 @@ def test_tokens_one_by_one_have_the_logits_of_the_forward_pass(monkeypatch: pyte
     reports: list[Report] = []
     fused = _decoded(generation, params, fuse(generation.forward, report=reports.append))
 
-    assert reports[0].taken
+    taken = {site.operation for site in reports[0].taken}
+    assert ("decode_attention" in taken) == (name != "qwen3")  # whose mask also hides paddings in front
     assert _error(plain, whole) < 0.02
     assert _error(fused, whole) < 0.02  # up to 0.008 with weights of seed 0; bfloat16 has steps of 2**-8
 
