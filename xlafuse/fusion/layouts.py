@@ -89,8 +89,8 @@ def _number(value: Value, equation: Equation) -> Any:
 
 
 _ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "gt": np.greater,
-               "ge": np.greater_equal, "lt": np.less, "le": np.less_equal, "max": np.maximum,
-               "sqrt": np.sqrt}  # fmt: skip
+               "ge": np.greater_equal, "lt": np.less, "le": np.less_equal, "ne": np.not_equal,
+               "max": np.maximum, "sqrt": np.sqrt}  # fmt: skip
 """Arithmetic of scalar constants, as `jnp.var` has it."""
 
 

@@ -20,8 +20,8 @@ from xlafuse.fusion.spellings import OPERATIONS
 from xlafuse.fusion.terms import primitives_before
 
 TELLING = frozenset((
-    "attention", "rms_norm", "layer_norm", "batch_norm", "softmax", "cross_entropy", "rotation", "lora_linear",
-    "dequantized",
+    "attention", "decode_attention", "rms_norm", "layer_norm", "batch_norm", "softmax", "cross_entropy", "rotation",
+    "lora_linear", "dequantized",
 ))  # fmt: skip
 """Operations that a value may nearly be though no part fitted, since their `needs` and `propose` accept few values."""
 
@@ -98,8 +98,13 @@ class Search:
             refusal = Refusal(operation=spelling.operation, value=value, reason=objection, covered=frozenset(covered))
             self.disallowed.append(refusal)
             return None
+        made = _make_site(self._graph, spelling, value, proposal, match, matcher)
+        if isinstance(made, str):
+            refusal = Refusal(operation=spelling.operation, value=value, reason=made, covered=frozenset(covered))
+            self.disallowed.append(refusal)
+            return None
         self.fitting.setdefault(spelling.operation, set()).update(covered)
-        return _make_site(self._graph, spelling, value, proposal, match, matcher)
+        return made
 
     def _has_needs(self, spelling: Spelling, value: Value) -> bool:
         if value not in self._primitives:
@@ -156,13 +161,17 @@ def _make_site(
     proposal: Proposal,
     match: Match,
     matcher: Matcher,
-) -> Site:
+) -> Site | str:
+    """Returns the site, or why it is none."""
     arrays = dict(match.arrays)
     for name in spelling.floating & arrays.keys():
         arrays[name] = _narrowest(arrays[name])
     options = spelling.arguments({**proposal.static, **match.numbers})
     if spelling.refine is not None:
-        arrays, options = spelling.refine(arrays, options)
+        refined = spelling.refine(arrays, options)
+        if isinstance(refined, str):
+            return refined
+        arrays, options = refined
     results, orders, shared = (value,), (proposal.order,), set()
     covered = equations_between(value, arrays.values())
     if spelling.changed:

@@ -36,7 +36,7 @@ class Spelling:
     floating: arrays that may come in any floating dtype. broadcasting: arrays that need not have all axes.
     objection: returns why the arguments and the numbers found, by name, are refused; "" where they are not.
     arguments: makes the call's options of the static arguments and the numbers found.
-    refine: changes the arrays found, as values of the program, and the options.
+    refine: changes the arrays found, as values of the program, and the options; or returns why these are refused.
     prepare: changes the arrays before the call.
     negated: whether the function computes the negative of the operation.
     pieces: returns, for the length of the last axis, the (offset, stride) of each piece that the function returns.
@@ -55,7 +55,9 @@ class Spelling:
     broadcasting: frozenset[str] = frozenset()
     objection: Callable[[Mapping[str, Any]], str] = lambda given: ""
     arguments: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: given
-    refine: Callable[[dict[str, Binding], dict[str, Any]], tuple[dict[str, Binding], dict[str, Any]]] | None = None
+    refine: Callable[[dict[str, Binding], dict[str, Any]], tuple[dict[str, Binding], dict[str, Any]] | str] | None = (
+        None
+    )
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     negated: bool = False
     pieces: Callable[[int], tuple[tuple[int, int], ...]] = lambda length: ((0, 1),)

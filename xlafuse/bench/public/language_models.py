@@ -42,8 +42,8 @@ def lm1b(folder: Path, dtype: Any, sizes: Stack) -> Program:
     return linen_program(models.TransformerLM(config), (tokens,), {}, loss, size=str(sizes), batch=(tokens, KEY))
 
 
-def flax_gemma(folder: Path, dtype: Any, sizes: Stack) -> Program:
-    """Makes Flax's NNX Gemma 3 with the loss of its `train.py`."""
+def gemma_library(folder: Path, dtype: Any, sizes: Stack) -> tuple[Any, Any, Any]:
+    """Imports Flax's NNX Gemma 3; returns its modules `transformer` and `train`, and the configuration."""
     stand_ins = ("clu", "grain", "input_pipeline", "tokenizer", "train_cfg", "sampler")
     with importing(folder / "flax/examples/gemma", *stand_ins):
         transformer, train = importlib.import_module("transformer"), importlib.import_module("train")
@@ -62,6 +62,12 @@ def flax_gemma(folder: Path, dtype: Any, sizes: Stack) -> Program:
         dtype=dtype,
         weight_dtype=jnp.float32,
     )
+    return transformer, train, config
+
+
+def flax_gemma(folder: Path, dtype: Any, sizes: Stack) -> Program:
+    """Makes Flax's NNX Gemma 3 with the loss of its `train.py`."""
+    transformer, train, config = gemma_library(folder, dtype, sizes)
 
     def forward(module: Any, tokens: jax.Array, _: jax.Array) -> jax.Array:
         mask = transformer.make_causal_attn_mask(tokens > 0)
@@ -81,8 +87,8 @@ def flax_gemma(folder: Path, dtype: Any, sizes: Stack) -> Program:
     )
 
 
-def qwen3(folder: Path, dtype: Any, sizes: Stack) -> Program:
-    """Makes Bonsai's Qwen 3, which runs on a new cache, all in one dtype."""
+def qwen3_library(folder: Path, sizes: Stack) -> tuple[Any, Any]:
+    """Imports Bonsai's Qwen 3; returns its module and the configuration."""
     with importing(folder / "bonsai"):
         library = importlib.import_module("bonsai.models.qwen3.modeling")
 
@@ -100,6 +106,12 @@ def qwen3(folder: Path, dtype: Any, sizes: Stack) -> Program:
         norm_eps=1e-6,
         tie_word_embeddings=True,
     )
+    return library, config
+
+
+def qwen3(folder: Path, dtype: Any, sizes: Stack) -> Program:
+    """Makes Bonsai's Qwen 3, which runs on a new cache, all in one dtype."""
+    library, config = qwen3_library(folder, sizes)
 
     def forward(module: Any, tokens: jax.Array) -> jax.Array:
         cache = library.init_cache(config, sizes.batch, sizes.length, 0, dtype)

@@ -73,6 +73,18 @@ def resolve(table: dict[Size, Any], size: Size, layers: int | None = None) -> An
     return replace(sizes, layers=min(layers, sizes.layers)) if layers and isinstance(sizes, Stack) else sizes
 
 
+ROOM = 64
+"""Tokens that are generated after a prompt."""
+
+
+def decoding(stack: Stack) -> Stack:
+    """Returns the sizes of generation: 8 sequences, and 1024 tokens with `ROOM` of them behind the prompt.
+
+    GPT-2 has as many positions, and Bonsai's caches have room for a power of two.
+    """
+    return replace(stack, batch=8, length=1024)
+
+
 _TINY = Stack(batch=2, length=32, width=64, heads=4, key_heads=2, head_width=16, hidden=256, vocabulary=128)
 _PAGE = Stack(batch=8, length=512, width=1024, heads=16, key_heads=8, head_width=64, hidden=4096, vocabulary=32000)
 

@@ -14,6 +14,7 @@ from xlafuse.fusion.spelling import Spelling
 from xlafuse.fusion.spellings import (
     attention,
     batch_norm,
+    decode,
     embedding,
     grouped,
     losses,
@@ -50,7 +51,19 @@ OF_GRADIENTS = ("embedding",)
 _EVERY: tuple[Spelling, ...] = tuple(
     itertools.chain.from_iterable(
         module.SPELLINGS
-        for module in (attention, losses, low_rank, grouped, products, quantized, rope, batch_norm, embedding, rows)
+        for module in (
+            decode,
+            attention,
+            losses,
+            low_rank,
+            grouped,
+            products,
+            quantized,
+            rope,
+            batch_norm,
+            embedding,
+            rows,
+        )
     )
 )
 

@@ -109,10 +109,11 @@ def _dropped(weights: jax.Array, form: Form, given: Mapping[str, Any]) -> jax.Ar
 
 
 @functools.lru_cache(maxsize=4096)
-def _roles(result: Value) -> tuple[tuple[int, ...], int, int, Value, Value] | None:
+def roles_of(result: Value, *, one_query: bool = False) -> tuple[tuple[int, ...], int, int, Value, Value] | None:
     """Returns the axes of (batch, queries, heads, size) in what may be attention, its keys, and its key heads.
 
-    And the weights, and the product of weights and values. The result may lack the axis of batches.
+    And the weights, and the product of weights and values. The result may lack the axis of batches. one_query: whether
+    the axis of queries is one of length 1, as of a decoded token.
     """
     if not jnp.issubdtype(result.dtype, jnp.floating) or len(result.shape) not in (3, 4):
         return None
@@ -134,7 +135,11 @@ def _roles(result: Value) -> tuple[tuple[int, ...], int, int, Value, Value] | No
         size = [k for k, v in enumerate(places) if v in own[1] and v not in own[0]]
         queries = [k for k, v in enumerate(places) if v in own[0] and v not in own[1]]
         shared = [k for k in range(len(places)) if k not in (*size, *queries)]
-        if len(shared) == 1 and len(queries) == 2:  # the only key head of several query heads
+        if one_query:
+            of_length_1 = [k for k in shared if places[k] is None][-1:]
+            rest = [k for k in shared if k not in of_length_1]
+            queries, shared = of_length_1, [*rest, *queries]
+        elif len(shared) == 1 and len(queries) == 2:  # the only key head of several query heads
             shared, queries = _heads_of(queries, shared)
         if (len(size), len(queries), len(shared)) != (1, 1, len(places) - 2):
             continue
@@ -160,7 +165,7 @@ def _variables(ref: Ref) -> set[int]:
 
 def _attentions(result: Value) -> Iterator[Proposal]:
     """Proposes the arguments."""
-    if (roles := _roles(result)) is None:
+    if (roles := roles_of(result)) is None:
         return
     axes, keys, key_heads, weights, product = roles
     if result.shape[axes[-2]] % key_heads or (own_size := size_of_heads(weights)) is None:
@@ -188,7 +193,7 @@ def _layouts(
 ) -> Iterator[tuple[tuple[int, ...], int, tuple[int, ...]]]:
     """Yields the sizes of (batch, queries, heads, size), groups of heads, and the order of these axes in a result.
 
-    axes: see `_roles`. has_groups: whether its batch entries may also be groups of heads, as sinks tell them apart.
+    axes: see `roles_of`. has_groups: whether its batch entries may also be groups of heads, as sinks tell them apart.
     """
     shape = tuple(result.shape[axis] for axis in axes)
     order = tuple(axes.index(axis) for axis in range(len(axes)))

@@ -49,7 +49,7 @@ def bounded(arrays: Mapping[str, Binding]) -> tuple[dict[str, Binding], Band, bo
     band, segments, rest = Band(), {}, {}
     masks = {name: binding for name, binding in arrays.items() if name in MASKS}
     for name, mask in masks.items():
-        if (place := _place(mask)) is None:
+        if (place := place_of(mask)) is None:
             return dict(arrays), Band(), False
         found, indices = place
         for part, is_hiding in conditions(found, is_hiding=name.startswith("hiding")):
@@ -58,7 +58,7 @@ def bounded(arrays: Mapping[str, Binding]) -> tuple[dict[str, Binding], Band, bo
                 band &= own_band
             elif not segments and (own := _segments(part, is_hiding, mask.shape, indices)):
                 segments = own
-            elif (binding := _bound(part, mask.shape, indices)) is not None and len(rest) < _MOST_PARTS:
+            elif (binding := bound(part, mask.shape, indices)) is not None and len(rest) < _MOST_PARTS:
                 rest[("hiding" if is_hiding else "mask") + (str(len(rest) + 1) if rest else "")] = binding
             else:
                 return dict(arrays), Band(), False
@@ -68,7 +68,7 @@ def bounded(arrays: Mapping[str, Binding]) -> tuple[dict[str, Binding], Band, bo
     return {**others, **segments, **rest}, band, not rest
 
 
-def _place(binding: Binding) -> tuple[Ref, Indices] | None:
+def place_of(binding: Binding) -> tuple[Ref, Indices] | None:
     """Returns the element of a mask's value, and the argument's indices; None where an axis of it is several."""
     indices = variables(binding.shape)
     own = [axis for axis, size in enumerate(binding.shape) if size != 1 and axis not in binding.missing]
@@ -138,21 +138,27 @@ def _choice_of_nothing(ref: Ref) -> Ref | None:
 _OPPOSITES = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
 
-def band_of(ref: Ref, is_hiding: bool, query: Index, key: Index) -> Band | None:
-    """Returns the band that a comparison of the places of queries and keys is; None for anything else."""
+def comparison(ref: Ref, is_hiding: bool) -> tuple[Ref, Ref, bool] | None:
+    """Returns the smaller and the larger side of a comparison, or of its opposite, and whether they must differ."""
     name = _OPPOSITES.get(ref.value.primitive)
     if name is None:
         return None
     name = name if is_hiding else ref.value.primitive
-    sides = [operand(ref, place) for place in (0, 1)]
-    if name in ("gt", "ge"):
-        sides, name = sides[::-1], {"gt": "lt", "ge": "le"}[name]
-    less, more = sides
-    end = _places(more, query, key)
-    starts = [_places(less, query, key)]
+    sides = operand(ref, 0), operand(ref, 1)
+    less, more = sides[::-1] if name in ("gt", "ge") else sides
+    return less, more, name in ("lt", "gt")
+
+
+def band_of(ref: Ref, is_hiding: bool, query: Index, key: Index) -> Band | None:
+    """Returns the band that a comparison of the places of queries and keys is; None for anything else."""
+    if (sides := comparison(ref, is_hiding)) is None:
+        return None
+    less, more, is_strict = sides
+    end = places(more, query, key)
+    starts = [places(less, query, key)]
     inner = peel(less)
     if inner.value.primitive == "abs":
-        own = _places(operand(inner, 0), query, key)
+        own = places(operand(inner, 0), query, key)
         starts = [own, None if own is None else tuple(-each for each in own)]
     band = Band()
     for start in starts:
@@ -160,7 +166,7 @@ def band_of(ref: Ref, is_hiding: bool, query: Index, key: Index) -> Band | None:
             return None
         # Of integers, start < end is start - end + 1 <= 0.
         of_query, of_key, rest = (a - b for a, b in zip(start, end, strict=True))
-        rest += name == "lt"
+        rest += is_strict
         if (of_query, of_key) == (1, -1):
             band &= Band(left=-rest)
         elif (of_query, of_key) == (-1, 1):
@@ -170,7 +176,7 @@ def band_of(ref: Ref, is_hiding: bool, query: Index, key: Index) -> Band | None:
     return band
 
 
-def _places(ref: Ref, query: Index, key: Index) -> tuple[int, int, int] | None:
+def places(ref: Ref, query: Index, key: Index) -> tuple[int, int, int] | None:
     """Returns (a, b, c) of an element that is the integer a * query + b * key + c; None for anything else."""
     ref = peel(ref)
     if ref.value.dtype.itemsize < 4 or not jnp.issubdtype(ref.value.dtype, jnp.number):
@@ -187,12 +193,12 @@ def _places(ref: Ref, query: Index, key: Index) -> tuple[int, int, int] | None:
             step = index.step if index.digits else 0
             return step * (index.digits == query.digits), step * (index.digits == key.digits), index.start
         case "convert_element_type" if jnp.issubdtype(operand(ref, 0).value.dtype, jnp.integer):
-            return _places(operand(ref, 0), query, key)
+            return places(operand(ref, 0), query, key)
         case "add" | "sub":
-            parts = [_places(operand(ref, place), query, key) for place in (0, 1)]
+            parts = [places(operand(ref, place), query, key) for place in (0, 1)]
             sign = 1 if ref.value.primitive == "add" else -1
         case "neg":
-            parts, sign = [(0, 0, 0), _places(operand(ref, 0), query, key)], -1
+            parts, sign = [(0, 0, 0), places(operand(ref, 0), query, key)], -1
         case _:
             return None
     first, second = parts
@@ -211,7 +217,7 @@ def _segments(ref: Ref, is_hiding: bool, shape: tuple[int, ...], indices: Indice
         return {}
     for own, other in (sides, sides[::-1]):
         found = [
-            _bound(side, (shape[0], shape[axis]), (indices[0], indices[axis])) for side, axis in ((own, 2), (other, 3))
+            bound(side, (shape[0], shape[axis]), (indices[0], indices[axis])) for side, axis in ((own, 2), (other, 3))
         ]
         first, second = found
         if first is not None and second is not None and 1 not in (*first.missing, *second.missing):
@@ -219,7 +225,7 @@ def _segments(ref: Ref, is_hiding: bool, shape: tuple[int, ...], indices: Indice
     return {}
 
 
-def _bound(ref: Ref, shape: tuple[int, ...], indices: Indices) -> Binding | None:
+def bound(ref: Ref, shape: tuple[int, ...], indices: Indices) -> Binding | None:
     """Binds an array of a shape, with an index for each axis, to the value of an element."""
     wanted = Ref(Value(jax.ShapeDtypeStruct(shape, ref.value.dtype)), indices)
     names = {variable: variable for index in indices for variable, _, _ in index.digits}
