@@ -1,13 +1,15 @@
 """Answers, for the process that compiles, how a call's arrays are cut: only this process has the Python that knows.
 
 Operations that several devices share, and cuDNN's attention, are calls that XLA asks about while it partitions a
-program. The worker passes the question on by a socket; shapes and shardings travel as text. XLA drops what the kernels
-of such a call state of their matrix products, so that it is kept here, and written into the program afterwards.
+program. The worker passes the question on by a socket; shapes and shardings travel as text. XLA drops the names of such
+a call's kernels, and what they state of their matrix products, so that both are kept here, and written into the program
+afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -16,12 +18,15 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
+_PLACE = re.compile(r'loc\("[^"]*?([^/"]+)/[^/"]+"')
+"""Where a kernel is in a program: the last name but one is what Pallas calls it."""
+
 
 @contextlib.contextmanager
 def answered(context: AbstractContextManager[Any], stated: dict[str, str]) -> Iterator[str]:
     """Within the block a thread answers; gives the address to ask at.
 
-    context: entered in that thread. stated: takes each kernel's `matrix_flops`, by its hash as HLO prints it.
+    context: entered in that thread. stated: takes each kernel's attributes, by its hash as HLO prints it.
     """
     with Listener() as listener:
         arguments = (listener, context, stated)
@@ -36,11 +41,11 @@ def answered(context: AbstractContextManager[Any], stated: dict[str, str]) -> It
 
 
 def restate(program: Path, stated: Mapping[str, str]) -> None:
-    """Writes what kernels state of their products into the program's text."""
+    """Writes the attributes of kernels into the program's text."""
     text = program.read_text(encoding="utf-8")
-    for kernel, flops in stated.items():
+    for kernel, attributes in stated.items():
         start = f"backend_config={{kernel_hash = {kernel}"
-        text = text.replace(start, f'frontend_attributes={{matrix_flops="{flops}"}}, {start}')
+        text = text.replace(start, f"frontend_attributes={{{attributes}}}, {start}")
     program.write_text(text, encoding="utf-8")
 
 
@@ -77,12 +82,14 @@ def _stated(module: bytes) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def visit(operation: Any) -> Any:
-        attributes = operation.attributes
-        if "mhlo.backend_config" in attributes and "mhlo.frontend_attributes" in attributes:
-            config, frontend = attributes["mhlo.backend_config"], attributes["mhlo.frontend_attributes"]
-            if "kernel_hash" in config and "matrix_flops" in frontend:
-                found[str(config["kernel_hash"])] = frontend["matrix_flops"].value
+        config, frontend = (attribute(operation, name) for name in ("mhlo.backend_config", "mhlo.frontend_attributes"))
+        if "kernel_hash" in config and (place := _PLACE.match(str(operation.location))):
+            flops = f',matrix_flops="{frontend["matrix_flops"].value}"' if "matrix_flops" in frontend else ""
+            found[str(config["kernel_hash"])] = f'kernel="{place[1]}"{flops}'
         return ir.WalkResult.ADVANCE
+
+    def attribute(operation: Any, name: str) -> Any:
+        return operation.attributes[name] if name in operation.attributes else {}  # noqa: SIM401  it has no `get`
 
     with make_ir_context():
         ir.Module.parse(module).operation.walk(visit)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hlo_analysis.errors import DumpError
 from hlo_analysis.hlo import Instruction
-from hlo_analysis.hlo.attributes import custom_call_target
+from hlo_analysis.hlo.attributes import custom_call_target, stated_kernel
 from hlo_analysis.program.launch_sites import Site
 
 _MOSAIC_ENDING = "_mosaic_gpu_kernel"
@@ -142,11 +142,14 @@ def kernel_name(site: Site) -> str | None:
 
 
 def _mosaic_key(instruction: Instruction) -> tuple[str, int] | None:
-    """Name and number of a Mosaic kernel, from its op name and the base name of its dump inside its module."""
+    """Name and number of a Mosaic kernel, from its op name and the base name of its dump inside its module.
+
+    Of a kernel that several devices share, XLA has another op name; see `capture/partitions.py`.
+    """
     if not custom_call_target(instruction).startswith("mosaic_gpu"):
         return None
     scope, _, _ = instruction.op_name.rpartition("/")
-    name = scope.rpartition("/")[2]
+    name = stated_kernel(instruction) or scope.rpartition("/")[2]
     if not name:
         return None
     module = instruction.attributes.get("backend_config", "")

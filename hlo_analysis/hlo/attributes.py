@@ -9,6 +9,7 @@ from typing import Any
 from hlo_analysis.hlo.module import Instruction, Module
 
 _INTEGER = re.compile(r"-?\d+")
+_STATED_KERNEL = re.compile(r'\bkernel="(\w+)"')
 _STATED_FLOPS = re.compile(r'matrix_flops="(\w+) (\d+) / (\d+)"')
 PYTHON_TARGETS = ("xla_ffi_python_", "xla_ffi_partitioned_python_")
 """How the targets of custom calls begin that call back to Python on the host."""
@@ -41,6 +42,12 @@ def stated_flops(instruction: Instruction) -> tuple[str, int, int] | None:
     """
     stated = _STATED_FLOPS.search(instruction.attributes.get("frontend_attributes", ""))
     return (stated[1], int(stated[2]), int(stated[3])) if stated else None
+
+
+def stated_kernel(instruction: Instruction) -> str:
+    """Returns the name that the capture states for a kernel, or ''."""
+    stated = _STATED_KERNEL.search(instruction.attributes.get("frontend_attributes", ""))
+    return stated[1] if stated else ""
 
 
 def gemm_config(instruction: Instruction) -> dict[str, Any]:

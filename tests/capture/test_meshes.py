@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -184,11 +183,16 @@ def test_calls_that_python_cuts_are_compiled_for_their_parts(compiler: None) -> 
 
 
 def test_kernels_that_devices_share_state_the_products_of_their_parts(compiler: None) -> None:
-    """XLA's partitioner drops the attribute that says so."""
+    """XLA's partitioner drops the attribute that says so, and the kernel's name, by which a profile shows it."""
     x, w = over(FOUR, PartitionSpec("data"), (512, 256)), over(FOUR, PartitionSpec(), (256, 128))
-    product = functools.partial(linear, activation="gelu", implementation="mosaic")
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        with jax.named_scope("projection"):
+            return linear(x, w, activation="gelu", implementation="mosaic")
+
     (launch,) = analyze(capture(product, x, w)).launches
-    assert (launch.kind, launch.flops) == ("mosaic", 2 * 256 * 256 * 128)
+    assert (launch.kernel, launch.flops) == ("linear_mosaic_gpu_kernel", 2 * 256 * 256 * 128)
+    assert launch.scope == "projection"
 
 
 def test_gradients_lie_as_their_arguments_do(compiler: None) -> None:
