@@ -144,7 +144,7 @@ class PublicSettings(_Timed):
         tuple[str, ...],
         typer.Option(
             metavar="A,B,C",
-            help="forward; train: a step with AdamW; decode: a token of generation, of decoders. Default: the first two.",
+            help="forward; train: a step with AdamW; decode: a token of generation, not in the default.",
         ),
     ] = ("forward", "train")
     strategies: Annotated[

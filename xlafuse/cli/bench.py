@@ -121,7 +121,9 @@ def _public(settings: PublicSettings, output: Output) -> None:
         if left_out := [model for model in models if not PHASES[phase].has(model)]:
             print(f"{phase}: {', '.join(PHASES[phase].models)}; left out: {', '.join(left_out)}")
     if not cases:
-        raise InputError(f"no model of --models has a phase of --phases; decode has {', '.join(PHASES['decode'].models)}")
+        raise InputError(
+            f"no model of --models has a phase of --phases; decode has {', '.join(PHASES['decode'].models)}"
+        )
     _under_strategies("public", cases, settings, output, PEERS, more=(ALLOWED,), stall_seconds=560.0)
 
 

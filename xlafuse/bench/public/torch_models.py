@@ -2,7 +2,8 @@
 
 As a user of PyTorch would train them: the models of `transformers`, float32 weights under bfloat16 autocast, fused
 AdamW, attention by `scaled_dot_product_attention`, experts by `grouped_mm`. Forward passes return logits, and draw
-dropout's masks. Decoding has bfloat16 weights and a `StaticCache`. This process has the `transformers` that is installed; the models of JAX may have an older one.
+dropout's masks. Decoding has bfloat16 weights and a `StaticCache`. This process has the `transformers` that is
+installed; the models of JAX may have an older one.
 """
 
 # pyright: reportMissingImports=false
