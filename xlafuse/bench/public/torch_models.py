@@ -150,7 +150,12 @@ MODELS: dict[str, tuple[dict[Any, sizes.Stack], Callable[[sizes.Stack], Any], Ca
 
 
 class Model:
-    """A phase of a model, whose weights and optimizer its modes share."""
+    """A phase of a model, whose weights and optimizer its modes share.
+
+    settles: calls after the first, until nothing is compiled or recorded any more: a graph by a program's second call.
+    """
+
+    settles = 1
 
     def __init__(self, name: str, phase: str, size: sizes.Size, layers: int | None) -> None:
         table, make, batch_of = MODELS[name]
@@ -188,6 +193,8 @@ class Model:
 
 class Decoding:
     """A model that generates greedily after a prompt. Its modes share weights, cache and place, and go on in turns."""
+
+    settles = sizes.ROOM + 1  # Gemma's local layers count tokens: a program for the first one, another for the rest
 
     def __init__(self, name: str, size: sizes.Size, layers: int | None) -> None:
         table, make, _ = MODELS[name]
@@ -274,7 +281,8 @@ def turn_of(model: Model | Decoding, name: str) -> tuple[ProfiledTurn, dict[str,
     call()
     wait()
     seconds = time.perf_counter() - started
-    call()  # CUDA graphs are recorded by the second call
+    for _ in range(model.settles):
+        call()
     wait()
     costs = {"compile_seconds": seconds if MODES[name] else 0.0, "peak_bytes": torch.cuda.max_memory_allocated()}
     torch.cuda.empty_cache()  # what other processes need while they compile
