@@ -1,8 +1,7 @@
-"""Public decoders of `scripts/public_models` that generate with their own caches, on the CPU at the size "tiny"."""
+"""Public decoders that generate with their own caches, on the CPU at the size "tiny"."""
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,19 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from xlafuse.bench.public import configs
+from xlafuse.bench.public import generation as generation_module
+from xlafuse.bench.public.generation import GENERATIONS
+from xlafuse.bench.public.sources import MODELS
 from xlafuse.fusion import Report, fuse
 
-FOLDER = Path(__file__).parents[1] / "scripts/public_models"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the models' code
 CHECKOUTS = Path(os.environ.get("CHECKOUTS", "no checkouts"))
 
 
 def _made(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[Any, Any]:
     """Makes the generation of a model, and the program of its forward pass without dropout; skips what is missing."""
-    monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setenv("USE_TORCH", "0")
-    configs, sizes = (importlib.import_module(each) for each in ("configs", "sizes"))
-    makers = importlib.import_module("transformers_models" if name in ("llama", "gpt2") else "language_models")
     config_of = configs.gpt2
 
     def without_dropout(stack: Any) -> Any:
@@ -35,12 +34,11 @@ def _made(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[Any, Any]:
         return config
 
     monkeypatch.setattr(configs, "gpt2", without_dropout)
-    stack = getattr(sizes, name.upper())["tiny"]
+    model = next(each for each in MODELS if each.name == name)
+    stack: Any = model.sizes["tiny"]
     stack = replace(stack, window=stack.length)  # Gemma's local layers see the first tokens of a cache, not the last
-    make = getattr(makers, "flax_gemma" if name == "gemma" else name)
     try:
-        generation = importlib.import_module("generation").GENERATIONS[name](CHECKOUTS, jnp.bfloat16, stack)
-        return generation, make(CHECKOUTS, jnp.bfloat16, stack)
+        return GENERATIONS[name](CHECKOUTS, jnp.bfloat16, stack), model.make(CHECKOUTS, jnp.bfloat16, stack)
     except ModuleNotFoundError as error:
         pytest.skip(str(error))
 
@@ -92,3 +90,25 @@ def test_a_prompt_may_be_whole_and_steps_choose_the_most_likely_token(
     assert jax.tree.structure(after) == jax.tree.structure(cache)
     expected = _decoded(replace(generation, tokens=prompt), params, generation.forward)[:, -1]
     assert _error(np.asarray(logits, np.float32), expected) < 0.02
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gemma"])
+def test_a_cache_whose_lengths_are_set_back_generates_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(generation_module, "ROOM", 4)
+    generation, _ = _made(monkeypatch, name)
+    params = jax.jit(generation.init)(jax.random.key(0))
+    token, cache = generation.prompted(params)
+    first = [leaf for leaf in jax.tree.leaves(cache) if jnp.issubdtype(leaf.dtype, jnp.integer)]
+    rounds = []
+    for _ in range(2):
+        integers = iter(first)
+        cache = jax.tree.map(lambda a: next(integers) if jnp.issubdtype(a.dtype, jnp.integer) else a, cache)  # noqa: B023
+        found, last = [], token
+        for _ in range(4):
+            logits, cache = jax.jit(generation.forward)(params, last, cache)
+            last = jnp.argmax(logits, -1)[:, None]
+            found.append(logits)
+        rounds.append(jnp.stack(found))
+    np.testing.assert_array_equal(*rounds)

@@ -35,6 +35,7 @@ from hlo_analysis.targets import load_target
 from xlafuse.bench.block_tables import model_table
 from xlafuse.bench.public.programs import Program, PublicModel, part_of, shapes_of
 from xlafuse.bench.public.sources import MODELS
+from xlafuse.bench.public.torch_process import PEERS
 from xlafuse.bench.results import Results, ShapeResult, load, markdown_table
 from xlafuse.bench.tables import place
 from xlafuse.catalogue import KERNELS
@@ -260,8 +261,8 @@ def page(text: str, results: dict[str, Any], measured: Results) -> str:
         ),
         "times": (
             "model | program | size | XLA, ms | estimated | `fuse` | gain | with allowances | PyTorch, eager | "
-            "`torch.compile` | over `fuse` | max-autotune | over `fuse`",
-            "lllrrrrrrrrrr",
+            "`torch.compile` | over `fuse` | CUDA graphs | over `fuse` | max-autotune | over `fuse`",
+            "lllrrrrrrrrrrrr",
             _times(results, measured),
         ),
         "errors": ("model | rule | error | error of the program as it is | median ratio", "llrrr", checks),
@@ -292,14 +293,15 @@ def _programs(results: dict[str, Any]) -> Iterator[list[str]]:
 
 def _times(results: dict[str, Any], measured: Results) -> Iterator[list[str]]:
     cases = {(each.op, each.phase): each for each in measured.shapes}  # the last one counts
-    for name, part, found in ((n, part, each.get(part, {})) for n, each in results.items() for part in TIMED):
-        if case := cases.get((name, TIMED[part])):
+    shown = {**TIMED, "decode": "decode"}
+    for name, part, found in ((n, part, each.get(part, {})) for n, each in results.items() for part in shown):
+        if case := cases.get((name, shown[part])):
             guess = found.get("estimated", {})
             guessed = [f"{guess[key] / 1e3:.1f}" for key in ("us", "most_us") if key in guess]
             estimate = " to ".join(guessed) if guess.get("size") == case.spec else ""
             ms, gain = partial(_cell, case), partial(_cell, case, over="fused")
             cells = [ms("xla"), estimate, ms("fused"), gain("xla"), ms("fused_allowed"), ms("torch_eager")]
-            cells += [cell(peer) for peer in ("torch_compile", "torch_max_autotune") for cell in (ms, gain)]
+            cells += [cell(peer) for peer in PEERS[1:] for cell in (ms, gain)]
             yield [name, part, case.spec, *cells]
 
 
@@ -308,7 +310,8 @@ def _cell(case: ShapeResult, name: str, over: str = "") -> str:
     wall = {each.name: each.timing.wall_us for each in case.candidates}
     if name not in wall or (over and over not in wall):
         return ""
-    return f"{wall[name] / wall[over]:.2f}" if over else f"{wall[name] / 1e3:.1f}"
+    ms = wall[name] / 1e3
+    return f"{wall[name] / wall[over]:.2f}" if over else f"{ms:.{2 if ms < 10 else 1}f}"
 
 
 def _check(numerics: dict[str, Any] | None) -> list[str]:

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import pytest
 
 from xlafuse.bench import candidates, timing
-from xlafuse.bench.public import bench, torch_process
+from xlafuse.bench.public import bench, generation, torch_process
 from xlafuse.bench.public.bench import bench_public, check_norms
 from xlafuse.bench.public.flops import product_flops
+from xlafuse.bench.public.generation import Generation
 from xlafuse.bench.public.programs import KEY, Program, PublicModel, importing, linen_program, tokens_of
 from xlafuse.bench.public.sizes import Stack
 from xlafuse.bench.results import ShapeResult
@@ -102,6 +103,55 @@ def test_a_step_goes_on_with_the_weights_of_the_last_one(monkeypatch):
     assert losses[0] == pytest.approx(losses[1], rel=0.01)  # each strategy is checked from the first weights
     assert losses[1:] == sorted(losses[1:], reverse=True)
     assert losses[-1] < 0.99 * losses[1]
+
+
+def _generation(folder: Path, dtype: Any, sizes: Stack) -> Generation:
+    """A cache of each token's logits, (sequences, length, 1, vocabulary), whose mean is added to the last ones."""
+    model = _Model(sizes.layers, dtype)
+
+    def forward(params: Any, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        entries, length = cache
+        logits: Any = model.apply(params, tokens)
+        entries = jax.lax.dynamic_update_slice(entries, logits[:, :, None], (0, length, 0, 0))
+        seen = (jnp.arange(sizes.length) <= length)[:, None, None]
+        return logits[:, -1] + jnp.mean(entries * seen, (1, 2)), (entries, length + 1)
+
+    tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
+    return Generation(
+        size=str(sizes),
+        tokens=tokens,
+        init=lambda key: jax.tree.map(lambda a: a.astype(dtype), model.init(key, tokens[:, :1])),
+        empty=lambda: (jnp.zeros((sizes.batch, sizes.length, 1, sizes.vocabulary), dtype), jnp.int32(0)),
+        forward=forward,
+    )
+
+
+def test_decoding_begins_again_where_the_cache_ends(monkeypatch):
+    lengths, phase = [], bench.PHASES["decode"]
+
+    def advance(given: Any, result: Any) -> Any:
+        lengths.append(int(result[1][1]))
+        return phase.advance(given, result)
+
+    watched = {**vars(phase), "room": 3, "advance": advance}
+    monkeypatch.setitem(bench.PHASES, "decode", type(phase)(**watched))
+    monkeypatch.setitem(generation.GENERATIONS, "norms", _generation)
+    result = measured("norms decode", calls=4)
+    assert (result.spec, result.unit) == ("8 x 1024, width 256, 2 layers", "tokens")
+    xla, fused = result.candidates
+    assert 0 < fused.error < 0.02
+    assert xla.tokens_per_second == pytest.approx(8 / xla.timing.wall_us * 1e6)
+    assert lengths[:2] == [961, 961]  # each strategy is checked right after the prompt
+    assert lengths[2:] == [(962, 963, 961)[place % 3] for place in range(len(lengths) - 2)]
+    assert len(lengths) > 8
+
+
+def test_decoding_compares_what_the_first_step_writes():
+    entries = jnp.zeros((2, 1024, 1, 4)).at[:, :961].set(1.0)
+    (written,) = bench.PHASES["decode"].compared((jnp.zeros((2, 1), jnp.int32), (entries, jnp.int32(961))))["written"]
+    assert written.shape == (2, 1, 4)
+    assert jnp.all(written == 1.0)
+    assert not jnp.any(entries[:, 961:])
 
 
 def test_a_program_that_fails_leaves_the_others_their_arguments(monkeypatch):
@@ -246,5 +296,8 @@ def test_absent_pytorch_and_models_that_it_lacks_are_told(monkeypatch):
 def test_the_models_in_pytorch_are_those_that_are_named():
     source = Path(bench.__file__).with_name("torch_models.py").read_text(encoding="utf-8")
     assert all(f'    "{name}": (sizes.' in source for name in torch_process.MODELS)
-    assert json.dumps(torch_process.PEERS) == json.dumps(["torch_eager", "torch_compile", "torch_max_autotune"])
+    assert json.dumps(torch_process.PEERS) == json.dumps(
+        ["torch_eager", "torch_compile", "torch_reduce_overhead", "torch_max_autotune"]
+    )
     assert all(f'"{name}": ' in source for name in torch_process.PEERS)
+    assert set(bench.PHASES["decode"].models) <= set(torch_process.MODELS)

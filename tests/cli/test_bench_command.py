@@ -51,7 +51,10 @@ def test_phases_of_public_models(asked, tmp_path):
     assert items == ["gpt2 forward", "gpt2 train", "bert forward", "bert train"]
     assert (settings.strategies, settings.layers) == (("xla", "fused", "fused_allowed"), 2)
     assert len(asked("public", "--checkouts", str(tmp_path), "--phases", "train")[0]) > 20
+    decoded = asked("public", "--checkouts", str(tmp_path), "--phases", "decode")[0]
+    assert sorted(decoded) == ["gemma decode", "gpt2 decode", "llama decode", "qwen3 decode"]
     for more, message in {
+        ("--models", "bert", "--phases", "decode"): "no model of --models has a phase of --phases",
         ("--models", "gpt3"): "unknown model 'gpt3'; did you mean 'gpt2'",
         ("--phases", "step"): "unknown phase 'step'",
         ("--strategies", "fuse"): "unknown strategy 'fuse'",

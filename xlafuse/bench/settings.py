@@ -140,10 +140,13 @@ class PublicSettings(_Timed):
         ),
     ] = None
     models: Annotated[tuple[str, ...], typer.Option(metavar="A,B,C", help="Models. Default: all.")] = ()
-    phases: Annotated[tuple[str, ...], typer.Option(metavar="A,B", help="forward, train: a step with AdamW.")] = (
-        "forward",
-        "train",
-    )
+    phases: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="A,B,C",
+            help="forward; train: a step with AdamW; decode: a token of generation, not in the default.",
+        ),
+    ] = ("forward", "train")
     strategies: Annotated[
         tuple[str, ...],
         typer.Option(
@@ -155,7 +158,8 @@ class PublicSettings(_Timed):
     peers: Annotated[
         tuple[str, ...],
         typer.Option(
-            metavar="A,B,C", help="The same model in PyTorch: torch_eager, torch_compile, torch_max_autotune."
+            metavar="A,B,C",
+            help="The same model in PyTorch: torch_eager, torch_compile, torch_reduce_overhead, torch_max_autotune.",
         ),
     ] = ()
     layers: Annotated[

@@ -115,7 +115,15 @@ def _public(settings: PublicSettings, output: Output) -> None:
         raise InputError("--strategies names none; its first is what the others are compared with, as in xla,fused")
     known = [model.name for model in MODELS]
     models = _checked("model", settings.models or known, known)
-    cases = [f"{model} {phase}" for model in models for phase in _checked("phase", settings.phases, PHASES)]
+    phases = _checked("phase", settings.phases, PHASES)
+    cases = [f"{model} {phase}" for model in models for phase in phases if PHASES[phase].has(model)]
+    for phase in phases:
+        if left_out := [model for model in models if not PHASES[phase].has(model)]:
+            print(f"{phase}: {', '.join(PHASES[phase].models)}; left out: {', '.join(left_out)}")
+    if not cases:
+        raise InputError(
+            f"no model of --models has a phase of --phases; decode has {', '.join(PHASES['decode'].models)}"
+        )
     _under_strategies("public", cases, settings, output, PEERS, more=(ALLOWED,), stall_seconds=560.0)
 
 

@@ -7,20 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from xlafuse.bench.public.generation import GENERATIONS, Generation
 from xlafuse.bench.public.programs import OPTIMIZER, Program, PublicModel, step_of
-from xlafuse.bench.public.sizes import Size
+from xlafuse.bench.public.sizes import ROOM, Size, decoding, resolve
 
 
 def _program(model: PublicModel, folder: Path, size: Size, layers: int | None) -> Program:
     return model.build(folder, jnp.bfloat16, size, layers)
 
 
+def _generation(model: PublicModel, folder: Path, size: Size, layers: int | None) -> Generation:
+    return GENERATIONS[model.name](folder, jnp.bfloat16, decoding(resolve(model.sizes, size, layers)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """A phase of a model.
 
+    models: the names of the models that have it; empty: all.
     build: makes the program of a model, the folder of checkouts, a size and a number of layers.
     units: counts a call's tokens, images or others, of a model and a size.
     function: what a strategy rewrites of the program.
@@ -29,16 +36,30 @@ class Phase:
     donated: the arguments whose memory the results take.
     advance: makes the next call's arguments of the last call's arguments and results.
     compared: what of the first results is compared with plain XLA's, by name.
+    room: after so many calls the integers among the arguments are those of the first call again, as the length of a
+        cache, which overwrites its latest entries then; 0: never.
     """
 
-    function: Callable[[Program], Callable[..., Any]]
+    function: Callable[[Any], Callable[..., Any]]
     outer: Callable[[Callable[..., Any]], Callable[..., Any]]
-    start: Callable[[Program, Any], tuple[Any, ...]]
+    start: Callable[[Any, Any], tuple[Any, ...]]
     donated: tuple[int, ...]
     advance: Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
     compared: Callable[[Any], dict[str, Any]]
-    build: Callable[[PublicModel, Path, Size, int | None], Program] = _program
+    build: Callable[[PublicModel, Path, Size, int | None], Program | Generation] = _program
     units: Callable[[PublicModel, Size], int] = PublicModel.units
+    models: tuple[str, ...] = ()
+    room: int = 0
+
+    def has(self, model: str) -> bool:
+        """Tells whether a model has the phase."""
+        return not self.models or model in self.models
+
+
+def _written(result: tuple[jax.Array, Any]) -> dict[str, Any]:
+    """Returns what the first step after the prompt writes into the caches, (sequences, length, heads, head size)."""
+    _, cache = result
+    return {"written": [each[:, -ROOM] for each in jax.tree.leaves(cache) if jnp.issubdtype(each.dtype, jnp.floating)]}
 
 
 PHASES = {
@@ -58,5 +79,17 @@ PHASES = {
         advance=lambda arguments, result: (*result[:2], *arguments[2:]),
         # AdamW hides the sizes of the gradients; its first moments are a tenth of them.
         compared=lambda result: {"loss": result[2], "gradients": result[1][0].mu},
+    ),
+    "decode": Phase(
+        models=tuple(GENERATIONS),
+        build=_generation,
+        units=lambda model, size: decoding(model.sizes[size]).batch,
+        function=lambda generation: generation.step,
+        outer=lambda step: step,
+        start=lambda generation, params: (params, *generation.prompted(params)),
+        donated=(2,),
+        advance=lambda arguments, result: (arguments[0], *result),
+        compared=_written,
+        room=ROOM,
     ),
 }

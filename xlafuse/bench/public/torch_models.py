@@ -2,7 +2,8 @@
 
 As a user of PyTorch would train them: the models of `transformers`, float32 weights under bfloat16 autocast, fused
 AdamW, attention by `scaled_dot_product_attention`, experts by `grouped_mm`. Forward passes return logits, and draw
-dropout's masks. This process has the `transformers` that is installed; the models of JAX may have an older one.
+dropout's masks. Decoding has bfloat16 weights and a `StaticCache`. This process has the `transformers` that is
+installed; the models of JAX may have an older one.
 """
 
 # pyright: reportMissingImports=false
@@ -25,8 +26,13 @@ import transformers
 from xlafuse.bench.public import configs, sizes
 from xlafuse.bench.timing import Candidate, Turn
 
-MODES = {"torch_eager": None, "torch_compile": "default", "torch_max_autotune": "max-autotune"}
-"""torch.compile's mode of each peer. The last one launches CUDA graphs."""
+MODES = {
+    "torch_eager": None,
+    "torch_compile": "default",
+    "torch_reduce_overhead": "reduce-overhead",
+    "torch_max_autotune": "max-autotune",
+}
+"""torch.compile's mode of each peer. The last two launch CUDA graphs."""
 UNSEEN = -100  # a label that has no loss
 DEVICE = "cuda"
 
@@ -144,7 +150,12 @@ MODELS: dict[str, tuple[dict[Any, sizes.Stack], Callable[[sizes.Stack], Any], Ca
 
 
 class Model:
-    """A phase of a model, whose weights and optimizer its modes share."""
+    """A phase of a model, whose weights and optimizer its modes share.
+
+    settles: calls after the first, until nothing is compiled or recorded any more: a graph by a program's second call.
+    """
+
+    settles = 1
 
     def __init__(self, name: str, phase: str, size: sizes.Size, layers: int | None) -> None:
         table, make, batch_of = MODELS[name]
@@ -180,6 +191,65 @@ class Model:
         return call
 
 
+class Decoding:
+    """A model that generates greedily after a prompt. Its modes share weights, cache and place, and go on in turns."""
+
+    settles = sizes.ROOM + 1  # Gemma's local layers count tokens: a program for the first one, another for the rest
+
+    def __init__(self, name: str, size: sizes.Size, layers: int | None) -> None:
+        table, make, _ = MODELS[name]
+        stack = sizes.decoding(sizes.resolve(table, size, layers))
+        self.model = make(stack).to(DEVICE, torch.bfloat16).eval()
+        self.cache = transformers.StaticCache(config=self.model.config, max_cache_len=stack.length)
+        prompt = torch.randint(1, stack.vocabulary, (stack.batch, stack.length - sizes.ROOM), device=DEVICE)
+        places = torch.arange(prompt.shape[1], device=DEVICE)
+        with torch.no_grad():
+            self._first = self._next_of()(prompt, places), places[-1:] + 1
+        self._kept = [
+            {key: each.clone() if torch.is_tensor(each) else each for key, each in vars(layer).items()}
+            for layer in self.cache.layers
+        ]
+        self._begin_again()
+
+    def _next_of(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Returns what makes of tokens at places, which it adds to the cache, the next ones, (sequences, 1)."""
+        model, given = self.model, {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+
+        def next_of(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            return model(tokens, position_ids=places[None], return_dict=False, **given)[0].argmax(-1)
+
+        return next_of
+
+    def _begin_again(self) -> None:
+        """Makes the cache as it was after the prompt, in place: compiled programs know its addresses."""
+        self.token, self.places = self._first
+        self.calls = 0
+        for layer, kept in zip(self.cache.layers, self._kept, strict=True):
+            for key, each in kept.items():
+                if torch.is_tensor(each):
+                    getattr(layer, key).copy_(each)
+                else:
+                    setattr(layer, key, each)
+
+    def call_of(self, mode: str | None) -> Callable[[], Any]:
+        """Returns a call that generates a token, by torch.compile in a mode or without it."""
+        next_of = self._next_of()
+        run = next_of if mode is None else torch.compile(next_of, mode=mode)
+        self._begin_again()
+
+        def call() -> Any:
+            if self.calls == sizes.ROOM:
+                self._begin_again()
+            torch.compiler.cudagraph_mark_step_begin()
+            with torch.no_grad():
+                self.token = run(self.token, self.places).clone()  # a graph's next run writes over its result
+            self.places = self.places + 1
+            self.calls += 1
+            return self.token
+
+        return call
+
+
 class ProfiledTurn(Turn):
     """A turn whose kernels PyTorch's own profiler times, if it can."""
 
@@ -203,7 +273,7 @@ class ProfiledTurn(Turn):
         return [(each["name"], float(each["dur"]) / 1e3) for each in kernels]
 
 
-def turn_of(model: Model, name: str) -> tuple[ProfiledTurn, dict[str, Any]]:
+def turn_of(model: Model | Decoding, name: str) -> tuple[ProfiledTurn, dict[str, Any]]:
     """Returns a peer that has run, with the seconds of its first call and its memory."""
     call = model.call_of(MODES[name])
     torch.cuda.reset_peak_memory_stats()
@@ -211,7 +281,8 @@ def turn_of(model: Model, name: str) -> tuple[ProfiledTurn, dict[str, Any]]:
     call()
     wait()
     seconds = time.perf_counter() - started
-    call()  # CUDA graphs are recorded by the second call
+    for _ in range(model.settles):
+        call()
     wait()
     costs = {"compile_seconds": seconds if MODES[name] else 0.0, "peak_bytes": torch.cuda.max_memory_allocated()}
     torch.cuda.empty_cache()  # what other processes need while they compile
@@ -235,7 +306,8 @@ def serve(lines: Any, reply: Callable[[Any], None]) -> None:
         try:
             name, *request = json.loads(line)
             if model is None:
-                result, model = None, Model(name, *request)
+                phase, *sized = request
+                result, model = None, Decoding(name, *sized) if phase == "decode" else Model(name, *request)
             elif request == ["make"]:
                 turns[name], result = turn_of(model, name)
             else:

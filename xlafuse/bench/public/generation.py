@@ -1,40 +1,22 @@
-"""Generates with public decoders and their own caches, and times that on a GPU with and without `xlafuse.fuse`.
-
-    python scripts/public_models/generation.py [MODEL ...] --checkouts FOLDER --layers 100 --results FILE
-
-Greedy, weights in bfloat16, one call of `jax.jit` a token, which donates its cache. The sizes are those of `decoding`.
-"""
+"""Public decoders that generate with their own caches: greedily, with weights in bfloat16."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
-import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import configs
 import jax
 import jax.numpy as jnp
-import numpy as np
-import sizes as tables
 from flax import nnx
-from language_models import gemma_library, qwen3_library
-from programs import nnx_program, tokens_of
-from sizes import ROOM, Stack
-from times import difference
 
-from xlafuse.fusion import fuse
-
-_TOLERANCE = 0.1
-"""Largest accepted difference after all layers in bfloat16: it only catches a program that computes something else."""
-RESULTS = Path(__file__).resolve().parents[2] / "notebooks/results/public_models.json"
+from xlafuse.bench.public import configs
+from xlafuse.bench.public.language_models import gemma_library, qwen3_library
+from xlafuse.bench.public.programs import nnx_program, tokens_of
+from xlafuse.bench.public.sizes import ROOM, Stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +38,24 @@ class Generation:
         """Returns the next tokens, (sequences, 1), and the cache with the given ones."""
         logits, cache = self.forward(params, tokens, cache)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)[:, None], cache
+
+    @cached_property
+    def prompted(self) -> Callable[[Any], tuple[jax.Array, Any]]:
+        """Makes of the parameters what `step` returns after the prompt: all tokens but the last `ROOM`, one by one.
+
+        It is compiled once. A step's products need no tuning of their own then, as those of a whole prompt would.
+        """
+
+        @jax.jit
+        def prompted(params: Any) -> tuple[jax.Array, Any]:
+            prompt = self.tokens[:, :-ROOM]
+
+            def step(place: jax.Array, last: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+                return self.step(params, jax.lax.dynamic_slice_in_dim(prompt, place, 1, 1), last[1])
+
+            return jax.lax.fori_loop(0, prompt.shape[1], step, (prompt[:, :1], self.empty()))
+
+        return prompted
 
 
 def _served(init: Callable[[jax.Array], Any], dtype: Any) -> Callable[[jax.Array], Any]:
@@ -154,77 +154,3 @@ def gemma(folder: Path, dtype: Any, sizes: Stack) -> Generation:
 
 GENERATIONS = {"llama": llama, "gpt2": gpt2, "qwen3": qwen3, "gemma": gemma}
 """By the model's name: what makes it from (folder of checkouts, dtype, sizes)."""
-
-
-def timed(generation: Generation, params: Any, rounds: int = 7) -> dict[str, Any]:
-    """Times the tokens after the prompt, as the program is and by `xlafuse.fuse`, in turns.
-
-    Returns:
-        "before" and "after": the wall clock of a token, of `ROOM` in a row, in microseconds: the median of the rounds.
-        "error": the difference of the first step's keys and values, over what it writes. "alike": the share of equal
-        tokens, which part for good where two logits are nearly equal.
-    """
-    prompt = np.asarray(generation.tokens[:, :-ROOM])
-    programs = {"before": generation.step, "after": fuse(generation.step)}
-    given = params, generation.tokens[:, :1], generation.empty()
-    with ThreadPoolExecutor(2) as pool:  # XLA compiles a program on one core
-        made = pool.map(lambda each: jax.jit(each, donate_argnums=2).lower(*given).compile(), programs.values())
-        compiled = dict(zip(programs, made, strict=True))
-    first, cache = given[1:]
-    for place in range(prompt.shape[1]):
-        first, cache = compiled["before"](params, prompt[:, place : place + 1], cache)
-
-    def generated(name: str) -> tuple[float, np.ndarray]:
-        """Returns the microseconds of a token, and the tokens."""
-        token, own = first, jax.block_until_ready(jax.tree.map(jnp.copy, cache))
-        found, began = [], time.perf_counter()
-        for _ in range(ROOM):
-            token, own = compiled[name](params, token, own)
-            found.append(token)
-        jax.block_until_ready(token)
-        return (time.perf_counter() - began) / ROOM * 1e6, np.concatenate(jax.device_get(found), 1)
-
-    after = {name: each(params, first, jax.tree.map(jnp.copy, cache))[1] for name, each in compiled.items()}
-    written = {name: jax.tree.map(jnp.subtract, each, cache) for name, each in after.items()}
-    error = difference(written["after"], written["before"])
-    if not error < _TOLERANCE:
-        raise ArithmeticError(f"keys and values differ by {error:.3g} of their norm")
-    tokens = {name: generated(name)[1] for name in compiled}
-    walls = [{name: generated(name)[0] for name in compiled} for _ in range(rounds)]
-    return {
-        "gpu": jax.devices()[0].device_kind,
-        **{name: {"wall_us": round(statistics.median(each[name] for each in walls), 1)} for name in compiled},
-        "error": error,
-        "alike": float(np.mean(tokens["after"] == tokens["before"])),
-    }
-
-
-def main() -> int:
-    """Times the models and adds them to the results; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(GENERATIONS), metavar="MODEL", help=", ".join(GENERATIONS))
-    parser.add_argument("--checkouts", type=Path, default=Path(), help="folder of the repositories")
-    parser.add_argument("--layers", type=int, required=True, help="at most so many")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file to complete")
-    options = parser.parse_args()
-    results = json.loads(options.results.read_text(encoding="utf-8")) if options.results.is_file() else {}
-    failed = 0
-    for name in options.models:
-        try:
-            stack = tables.decoding(tables.resolve(getattr(tables, name.upper()), "real", options.layers))
-            generation = GENERATIONS[name](options.checkouts, jnp.bfloat16, stack)
-            with jax.default_device(jax.devices("cpu")[0]):  # where XLA compiles random weights sooner
-                params = jax.jit(generation.init)(jax.random.key(0))
-            found = {"size": generation.size, **timed(generation, jax.device_put(params, jax.devices()[0]))}
-        except Exception:
-            failed += 1
-            traceback.print_exc()
-            continue
-        print(f"{name} decode: {found}", flush=True)
-        results.setdefault(name, {}).setdefault("decode", {})["real"] = found
-        options.results.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return int(failed > 0)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
