@@ -272,8 +272,15 @@ def page(text: str, results: dict[str, Any], measured: Results) -> str:
     newest = Results(runs=tuple(run for run in measured.runs if run.environment.packages))
     text = place(text, model_table(newest) if newest.runs else "Not measured yet.", "details")
     for marker, (header, align, rows) in tables.items():
-        text = place(text, markdown_table(header.split(" | "), rows, align), marker)
+        text = place(text, markdown_table(*_filled(header.split(" | "), [*rows], align)), marker)
     return text
+
+
+def _filled(header: list[str], rows: list[list[str]], align: str) -> tuple[list[str], list[list[str]], str]:
+    """Returns a table without the columns in which no row has anything."""
+    filled = [place for place in range(len(header)) if any(row[place] for row in rows)]
+    picked = [[each[place] for place in filled] for each in (header, align, *rows)]
+    return picked[0], picked[2:], "".join(picked[1])
 
 
 def _programs(results: dict[str, Any]) -> Iterator[list[str]]:

@@ -42,10 +42,11 @@ from xlafuse.strategies import get_strategy
 
 ALLOWED = "fused_allowed"
 """The strategy "fused" with all allowances of `fuse`."""
-_TOLERANCE = 0.1
+_TOLERANCE = 0.2
 """Largest error, as a share of the norm, of what all layers compute in bfloat16.
 
-The bound only catches a program that computes something else.
+The bound only catches a program that computes something else. Plain XLA's gradients of BERT are themselves 0.107 off
+those in float32 (`fuse`'s 0.010): it adds 8192 rows of 16 bits into two.
 """
 
 
