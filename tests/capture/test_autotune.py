@@ -47,11 +47,11 @@ def test_without_the_recording_xla_takes_its_default(compiler: None) -> None:
 
 
 def test_a_product_that_no_gpu_tuned_is_estimated_as_a_library_s(compiler: None) -> None:
-    """cuBLAS takes 34.6 µs on an H200 (recording of vit/forward), XLA's own emitter would take 800."""
+    """XLA's choice takes 82.9 µs on an H200 (recording of vit/forward), its own emitter would take 800."""
     heads = jax.ShapeDtypeStruct((64, 16, 197, 64), jnp.bfloat16)
     plain = analyze(capture(lambda q, k: jnp.einsum("bhqd,bhkd->bhqk", q, k), heads, heads, autotune=None))
     assert "Estimates are of a library's products" in plain.provenance.notes[0]
-    assert plain.estimated_us == pytest.approx(34.6, rel=0.3)
+    assert plain.estimated_us == pytest.approx(82.9, rel=0.3)
 
 
 def log(*lookups: tuple[str, bool]) -> str:
