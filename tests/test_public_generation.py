@@ -1,4 +1,4 @@
-"""Public decoders that generate with their own caches, on the CPU at the size "tiny"."""
+"""Public decoders generate with their own caches, at the size "tiny" on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHECKOUTS = Path(os.environ.get("CHECKOUTS", "no checkouts"))
 
 
 def _made(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[Any, Any]:
-    """Makes the generation of a model, and the program of its forward pass without dropout; skips what is missing."""
+    """Builds a model's decoding step and its forward pass without dropout; skips if its packages are missing."""
     monkeypatch.setenv("USE_TORCH", "0")
     config_of = configs.gpt2
 
@@ -44,7 +44,7 @@ def _made(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[Any, Any]:
 
 
 def _decoded(generation: Any, params: Any, forward: Callable[..., Any]) -> np.ndarray:
-    """Returns the logits of all tokens, one by one, (sequences, length, vocabulary)."""
+    """Decodes token by token and returns all logits, (sequences, length, vocabulary)."""
     step, cache, found = jax.jit(forward, donate_argnums=2), generation.empty(), []
     for place in range(generation.tokens.shape[1]):
         logits, cache = step(params, generation.tokens[:, place : place + 1], cache)

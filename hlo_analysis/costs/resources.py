@@ -142,9 +142,9 @@ def kernel_name(site: Site) -> str | None:
 
 
 def _mosaic_key(instruction: Instruction) -> tuple[str, int] | None:
-    """Name and number of a Mosaic kernel, from its op name and the base name of its dump inside its module.
+    """Returns a Mosaic kernel's name and its number among kernels of that name; None for other calls.
 
-    Of a kernel that several devices share, XLA has another op name; see `capture/partitions.py`.
+    XLA renames kernels that devices share, so the capture states their names; see `capture/partitions.py`.
     """
     if not custom_call_target(instruction).startswith("mosaic_gpu"):
         return None

@@ -49,7 +49,7 @@ def block_details(results: Results) -> str:
 
 
 def model_table(results: Results) -> str:
-    """Makes the table of whole models: a row a strategy or library, those of a phase timed in turns in one run.
+    """Formats the table of whole models: one row for each strategy or library, timed in turns.
 
     A model's share of the peak and the error are shown where they were measured.
     """

@@ -73,11 +73,11 @@ def compiled(name: str, step: Any, arguments: Sequence[Any]) -> tuple[Any, dict[
     """
     start = time.perf_counter()
     lowered = step.lower(*arguments)
-    return finished(name, lowered, time.perf_counter() - start)
+    return compile_lowered(name, lowered, time.perf_counter() - start)
 
 
-def finished(name: str, lowered: jax.stages.Lowered, lower_seconds: float) -> tuple[Any, dict[str, Any]]:
-    """Compiles what is lowered; returns what `compiled` does."""
+def compile_lowered(name: str, lowered: jax.stages.Lowered, lower_seconds: float) -> tuple[Any, dict[str, Any]]:
+    """Compiles a lowered program; returns it with its costs, as `compiled` does."""
     start = time.perf_counter()
     program = lowered.compile()
     seconds = {"lower_seconds": lower_seconds, "compile_seconds": time.perf_counter() - start}
@@ -189,7 +189,7 @@ def check_close(
     smallest: float = 0.0,
     tolerance: float = _TOLERANCE,
 ) -> float:
-    """Checks the norm of the difference of each pair of outputs; returns the largest, as a share of a result's norm.
+    """Checks that outputs agree by their relative error in norm; returns the largest error.
 
     Args:
         of: whose results the baseline is, for the message.

@@ -279,7 +279,7 @@ def _under_strategies(
     more: Sequence[str] = (),
     **options: Any,
 ) -> None:
-    """Measures the cases under the settings' strategies, and exits with 1 where one of these failed.
+    """Runs a benchmark's cases under the chosen strategies; exits with 1 if a strategy failed.
 
     more: strategies of this benchmark alone.
     """

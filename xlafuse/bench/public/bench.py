@@ -24,7 +24,7 @@ import numpy as np
 
 from hlo_analysis.capture.worker import gpu_lock
 from xlafuse.bench.block import WALL_SECONDS
-from xlafuse.bench.candidates import MESSAGE_LENGTH, checked, finished, timed
+from xlafuse.bench.candidates import MESSAGE_LENGTH, checked, compile_lowered, timed
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.mesh import peak
 from xlafuse.bench.public.flops import product_flops
@@ -149,7 +149,7 @@ def sums_of_squares(result: jax.Array, expected: jax.Array) -> tuple[jax.Array, 
 
 
 class _Case:
-    """A phase of a program: its compiled strategies, and calls whose results replace the arguments they took."""
+    """One phase of one model: its compiled strategies, and calls that feed their results back."""
 
     def __init__(self, program: Program | Generation, phase: Phase) -> None:
         self._phase, self._program = phase, program
@@ -191,10 +191,10 @@ class _Case:
             if taken in sites:
                 raise NotImplementedError(f"it takes the same sites as {sites[taken]}: no allowance is needed")
             sites[taken] = name
-        return pool.submit(finished, name, lowered, seconds)
+        return pool.submit(compile_lowered, name, lowered, seconds)
 
     def candidate(self, name: str, found: tuple[Any, dict[str, Any]] | Exception) -> tuple[Candidate, dict[str, Any]]:
-        """Returns a strategy's candidate, and what is compared of its first results."""
+        """Returns a strategy's candidate with the results to compare."""
         program, costs = _given(found)
         if self._phase.donated:
             self._arguments = None

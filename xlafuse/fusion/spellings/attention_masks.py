@@ -139,7 +139,7 @@ _OPPOSITES = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
 
 def comparison(ref: Ref, is_hiding: bool) -> tuple[Ref, Ref, bool] | None:
-    """Returns the smaller and the larger side of a comparison, or of its opposite, and whether they must differ."""
+    """Splits a comparison, or its opposite, into its smaller side, its larger side, and whether it is strict."""
     name = _OPPOSITES.get(ref.value.primitive)
     if name is None:
         return None
