@@ -11,6 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from xlafuse.bench import candidates, timing
@@ -19,7 +20,7 @@ from xlafuse.bench.public.bench import bench_public, check_norms
 from xlafuse.bench.public.flops import product_flops
 from xlafuse.bench.public.generation import Generation
 from xlafuse.bench.public.programs import KEY, Program, PublicModel, importing, linen_program, tokens_of
-from xlafuse.bench.public.sizes import Stack
+from xlafuse.bench.public.sizes import ROOM, Stack
 from xlafuse.bench.results import ShapeResult
 from xlafuse.bench.settings import PublicSettings
 from xlafuse.bench.text import result_lines
@@ -126,14 +127,14 @@ def _generation(folder: Path, dtype: Any, sizes: Stack) -> Generation:
     )
 
 
-def test_decoding_begins_again_where_the_cache_ends(monkeypatch):
-    lengths, phase = [], bench.PHASES["decode"]
+def test_a_call_of_decoding_generates_tokens_after_the_same_prompt(monkeypatch):
+    found, phase = [], bench.PHASES["decode"]
 
     def advance(given: Any, result: Any) -> Any:
-        lengths.append(int(result[1][1]))
+        found.append((given[1].shape, np.asarray(result[0]), int(result[1][1])))
         return phase.advance(given, result)
 
-    watched = {**vars(phase), "room": 3, "advance": advance}
+    watched = {**vars(phase), "advance": advance}
     monkeypatch.setitem(bench.PHASES, "decode", type(phase)(**watched))
     monkeypatch.setitem(generation.GENERATIONS, "norms", _generation)
     result = measured("norms decode", calls=4)
@@ -141,17 +142,18 @@ def test_decoding_begins_again_where_the_cache_ends(monkeypatch):
     xla, fused = result.candidates
     assert 0 < fused.error < 0.02
     assert xla.tokens_per_second == pytest.approx(8 / xla.timing.wall_us * 1e6)
-    assert lengths[:2] == [961, 961]  # each strategy is checked right after the prompt
-    assert lengths[2:] == [(962, 963, 961)[place % 3] for place in range(len(lengths) - 2)]
-    assert len(lengths) > 8
+    assert len(found) > 8
+    for shape, tokens, length in found:
+        assert (shape, tokens.shape, length) == ((8, 1), (8, ROOM), 1024 - ROOM)
+    assert np.any(found[0][1] != found[0][1][:, :1])
 
 
 def test_decoding_compares_what_the_first_step_writes():
-    entries = jnp.zeros((2, 1024, 1, 4)).at[:, :961].set(1.0)
-    (written,) = bench.PHASES["decode"].compared((jnp.zeros((2, 1), jnp.int32), (entries, jnp.int32(961))))["written"]
+    entries = jnp.zeros((2, 1024, 1, 4)).at[:, : 1025 - ROOM].set(1.0)
+    cache = entries, jnp.int32(1024 - ROOM)
+    (written,) = bench.PHASES["decode"].compared((jnp.zeros((2, ROOM), jnp.int32), cache))["written"]
     assert written.shape == (2, 1, 4)
     assert jnp.all(written == 1.0)
-    assert not jnp.any(entries[:, 961:])
 
 
 def test_a_program_that_fails_leaves_the_others_their_arguments(monkeypatch):

@@ -35,7 +35,7 @@ from xlafuse.bench.public.sources import MODELS
 from xlafuse.bench.public.torch_process import TorchProcess
 from xlafuse.bench.results import Problem, ShapeResult
 from xlafuse.bench.settings import PublicSettings
-from xlafuse.bench.timing import Candidate
+from xlafuse.bench.timing import Candidate, Timing
 from xlafuse.fusion.program import FusedProgram
 from xlafuse.fusion.spellings import ALLOWANCES
 from xlafuse.strategies import get_strategy
@@ -83,15 +83,26 @@ def bench_public(item: str, settings: PublicSettings, sampler: Sampler | None = 
         result = ShapeResult(op=name, phase=phase_name, spec=program.size, bytes=case.bytes, unit=model.unit)
         limits = {"baseline": settings.strategies[0], "wall_seconds": WALL_SECONDS}
         with gpu_lock({"kind": "attached"}, alone=True):
-            result = timed(result, make, settings, sampler, tokens=phase.units(model, settings.size), **limits)
+            tokens = phase.units(model, settings.size) * phase.steps
+            result = timed(result, make, settings, sampler, tokens=tokens, **limits)
     least_us = case.flops / peak(jax.devices()[0]) * 1e6
     shares = {each.name: least_us / each.timing.wall_us for each in result.candidates}
     known = {name: share if math.isfinite(share) else None for name, share in shares.items()}
     yield replace(
         result,
-        candidates=tuple(replace(each, flops_share=known[each.name]) for each in result.candidates),
+        candidates=tuple(
+            replace(each, timing=_of_a_step(each.timing, phase.steps), flops_share=known[each.name])
+            for each in result.candidates
+        ),
         problems=tuple(replace(each, message=_without_folders(each.message, settings)) for each in result.problems),
     )
+
+
+def _of_a_step(timing: Timing, steps: int) -> Timing:
+    """Returns the times of one of so many equal steps of a call."""
+    names = ("median_us", "p20_us", "p80_us", "wall_us")
+    times = {name: getattr(timing, name) / steps for name in names}
+    return replace(timing, kernels=timing.kernels[: -(-len(timing.kernels) // steps)], **times)
 
 
 def _without_folders(message: str, settings: PublicSettings) -> str:
@@ -157,8 +168,6 @@ class _Case:
         self.bytes = sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(params))
         self._shapes = jax.eval_shape(partial(phase.start, program), params)
         self._arguments: tuple[Any, ...] | None = None
-        self._first: list[Any] = []
-        self._calls = 0
 
     def compiled(self, names: Sequence[str]) -> dict[str, Any]:
         """Returns a program and its costs by strategy, or the error; the programs compile at the same time."""
@@ -209,13 +218,6 @@ class _Case:
         if given is None:
             params = jax.device_put(self._params, jax.devices()[0], may_alias=False)
             given = self._phase.start(self._program, params)
-            if self._phase.room:
-                integers = [leaf for leaf in jax.tree.leaves(given) if jnp.issubdtype(leaf.dtype, jnp.integer)]
-                self._first, self._calls = jax.device_get(integers), 0
-        elif self._phase.room and self._calls % self._phase.room == 0:
-            first = iter(jax.device_put(self._first))  # from the host, as kernels of a copy would be counted
-            given = jax.tree.map(lambda a: next(first) if jnp.issubdtype(a.dtype, jnp.integer) else a, given)
-        self._calls += 1
         result = program(*given)
         self._arguments = self._phase.advance(given, result)
         return result

@@ -39,6 +39,25 @@ class Generation:
         logits, cache = self.forward(params, tokens, cache)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)[:, None], cache
 
+    @staticmethod
+    def generating(step: Callable[..., tuple[jax.Array, Any]]) -> Callable[..., tuple[jax.Array, Any]]:
+        """Makes of `step` what generates `ROOM` tokens in a loop on the device, as the models' own `generate` does.
+
+        It returns them, (sequences, `ROOM`), and the cache. The cache's integers, as its length, are those that were
+        given, so that the next call generates the same tokens again.
+        """
+
+        def generate(params: Any, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+            def next_of(last: tuple[jax.Array, Any], _: None) -> tuple[tuple[jax.Array, Any], jax.Array]:
+                found = step(params, *last)
+                return found, found[0][:, 0]
+
+            (_, after), found = jax.lax.scan(next_of, (tokens, cache), length=ROOM)
+            again = jax.tree.map(lambda a, b: b if jnp.issubdtype(a.dtype, jnp.floating) else a, cache, after)
+            return found.T, again
+
+        return generate
+
     @cached_property
     def prompted(self) -> Callable[[Any], tuple[jax.Array, Any]]:
         """Makes of the parameters what `step` returns after the prompt: all tokens but the last `ROOM`, one by one.

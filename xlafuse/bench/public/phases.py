@@ -29,15 +29,14 @@ class Phase:
 
     models: the names of the models that have it; empty: all.
     build: makes the program of a model, the folder of checkouts, a size and a number of layers.
-    units: counts a call's tokens, images or others, of a model and a size.
+    units: counts a step's tokens, images or others, of a model and a size.
     function: what a strategy rewrites of the program.
     outer: makes of that the function to compile.
     start: makes the arguments of the first call of program and parameters.
     donated: the arguments whose memory the results take.
     advance: makes the next call's arguments of the last call's arguments and results.
     compared: what of the first results is compared with plain XLA's, by name.
-    room: after so many calls the integers among the arguments are those of the first call again, as the length of a
-        cache, which overwrites its latest entries then; 0: never.
+    steps: steps of a call; times are of one.
     """
 
     function: Callable[[Any], Callable[..., Any]]
@@ -49,7 +48,7 @@ class Phase:
     build: Callable[[PublicModel, Path, Size, int | None], Program | Generation] = _program
     units: Callable[[PublicModel, Size], int] = PublicModel.units
     models: tuple[str, ...] = ()
-    room: int = 0
+    steps: int = 1
 
     def has(self, model: str) -> bool:
         """Tells whether a model has the phase."""
@@ -57,7 +56,7 @@ class Phase:
 
 
 def _written(result: tuple[jax.Array, Any]) -> dict[str, Any]:
-    """Returns what the first step after the prompt writes into the caches, (sequences, length, heads, head size)."""
+    """Returns what the first step after the prompt writes into the caches, (sequences, heads, head size) each."""
     _, cache = result
     return {"written": [each[:, -ROOM] for each in jax.tree.leaves(cache) if jnp.issubdtype(each.dtype, jnp.floating)]}
 
@@ -85,11 +84,11 @@ PHASES = {
         build=_generation,
         units=lambda model, size: decoding(model.sizes[size]).batch,
         function=lambda generation: generation.step,
-        outer=lambda step: step,
+        outer=Generation.generating,
         start=lambda generation, params: (params, *generation.prompted(params)),
         donated=(2,),
-        advance=lambda arguments, result: (arguments[0], *result),
+        advance=lambda arguments, result: (*arguments[:2], result[1]),
         compared=_written,
-        room=ROOM,
+        steps=ROOM,
     ),
 }

@@ -73,8 +73,8 @@ def resolve(table: dict[Size, Any], size: Size, layers: int | None = None) -> An
     return replace(sizes, layers=min(layers, sizes.layers)) if layers and isinstance(sizes, Stack) else sizes
 
 
-ROOM = 64
-"""Tokens that are generated after a prompt."""
+ROOM = 16
+"""Tokens that a call generates after a prompt."""
 
 
 def decoding(stack: Stack) -> Stack:

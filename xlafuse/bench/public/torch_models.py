@@ -192,9 +192,12 @@ class Model:
 
 
 class Decoding:
-    """A model that generates greedily after a prompt. Its modes share weights, cache and place, and go on in turns."""
+    """A model that generates greedily after a prompt. Its modes share weights and cache, and take turns.
 
-    settles = sizes.ROOM + 1  # Gemma's local layers count tokens: a program for the first one, another for the rest
+    Gemma's local layers count tokens: the first call compiles and warms up, the second records a graph for each count.
+    """
+
+    settles = 2
 
     def __init__(self, name: str, size: sizes.Size, layers: int | None) -> None:
         table, make, _ = MODELS[name]
@@ -205,11 +208,15 @@ class Decoding:
         places = torch.arange(prompt.shape[1], device=DEVICE)
         with torch.no_grad():
             self._first = self._next_of()(prompt, places), places[-1:] + 1
+        counts = torch.int32, torch.int64
         self._kept = [
-            {key: each.clone() if torch.is_tensor(each) else each for key, each in vars(layer).items()}
+            {
+                key: each.clone() if torch.is_tensor(each) else each
+                for key, each in vars(layer).items()
+                if not torch.is_tensor(each) or each.dtype in counts
+            }
             for layer in self.cache.layers
         ]
-        self._begin_again()
 
     def _next_of(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Returns what makes of tokens at places, which it adds to the cache, the next ones, (sequences, 1)."""
@@ -221,9 +228,7 @@ class Decoding:
         return next_of
 
     def _begin_again(self) -> None:
-        """Makes the cache as it was after the prompt, in place: compiled programs know its addresses."""
-        self.token, self.places = self._first
-        self.calls = 0
+        """Sets the cache's counts back, in place, as compiled programs know their addresses."""
         for layer, kept in zip(self.cache.layers, self._kept, strict=True):
             for key, each in kept.items():
                 if torch.is_tensor(each):
@@ -232,20 +237,21 @@ class Decoding:
                     setattr(layer, key, each)
 
     def call_of(self, mode: str | None) -> Callable[[], Any]:
-        """Returns a call that generates a token, by torch.compile in a mode or without it."""
+        """Returns a call that generates `ROOM` tokens, by torch.compile in a mode or without it."""
         next_of = self._next_of()
         run = next_of if mode is None else torch.compile(next_of, mode=mode)
-        self._begin_again()
 
         def call() -> Any:
-            if self.calls == sizes.ROOM:
-                self._begin_again()
-            torch.compiler.cudagraph_mark_step_begin()
-            with torch.no_grad():
-                self.token = run(self.token, self.places).clone()  # a graph's next run writes over its result
-            self.places = self.places + 1
-            self.calls += 1
-            return self.token
+            self._begin_again()
+            token, places = self._first
+            found = []
+            for _ in range(sizes.ROOM):
+                torch.compiler.cudagraph_mark_step_begin()
+                with torch.no_grad():
+                    token = run(token, places).clone()  # a graph's next run writes over its result
+                places = places + 1
+                found.append(token)
+            return torch.cat(found, dim=1)
 
         return call
 

@@ -165,7 +165,7 @@ def _variables(ref: Ref) -> set[int]:
 
 def _attentions(result: Value) -> Iterator[Proposal]:
     """Proposes the arguments."""
-    if (roles := roles_of(result)) is None:
+    if (roles := roles_of(result) or roles_of(result, one_query=True)) is None:
         return
     axes, keys, key_heads, weights, product = roles
     if result.shape[axes[-2]] % key_heads or (own_size := size_of_heads(weights)) is None:
@@ -176,8 +176,8 @@ def _attentions(result: Value) -> Iterator[Proposal]:
         of_sinks = dict.fromkeys((added, result.dtype) if form.sinks else (added,))
         layouts = _layouts(result, axes, has_groups=bool(form.sinks))
         for ((batch, queries, heads, size), groups, order), of_sink in itertools.product(layouts, of_sinks):
-            if form.is_causal and queries == 1:
-                continue
+            if queries == 1 and (form.is_causal or not form.arrays):
+                continue  # one query that sees all keys, as in SigLIP's pooling, XLA attends as fast
             dtypes = dict.fromkeys(form.arrays, jnp.bool_) | dict.fromkeys(BIASES, added) | {"sinks": of_sink}
             of_keys = batch, keys, groups * key_heads
             shapes = dict.fromkeys(form.arrays, (batch, heads, queries, keys)) | {"sinks": (heads,)}
