@@ -28,6 +28,12 @@ _READING = _STREAMING | {"cross_entropy"}
 """Those that read large arrays."""
 _ELEMENTWISE = ("bias_activation", "gated_activation")
 """Those that compute each element by itself."""
+_LAUNCH_BYTES = 2**18
+"""Bytes in which a kernel takes as long as a launch of nothing.
+
+In a token of generation of 8 sequences, norms and rotations of 16 to 64 KB took launches that XLA does not need: on an
+H200, `fuse` gained 1.4 % of 14 layers of Qwen 3 with them and 3.8 % without, and of Gemma 3 -1.3 % and 6.8 %.
+"""
 _APART = frozenset((
     "conv_general_dilated", "custom_vjp_call", "dot_general", "ffi_call", "fft", "pallas_call", "scan", "sort", "top_k",
     "while",
@@ -68,7 +74,7 @@ def worthwhile(
     changes = not keeps_all
     while changes:
         changes = False
-        for site in [each for each in called if each.operation in _READING or _is_activated(each)]:
+        for site in [each for each in called if each.operation in _READING | {"rope"} or _is_activated(each)]:
             reason = _Neighbours(graph, called, pads=pads).reason(site)
             if reason is not None:
                 called.remove(site)
@@ -178,6 +184,10 @@ class _Neighbours:
         """Returns why XLA should compute a site, or None."""
         if _is_activated(site):
             return self._activation_reason(site)
+        if _bytes(site) < _LAUNCH_BYTES:
+            return "a kernel of so few bytes takes as long as a launch, and XLA fuses it with its neighbors"
+        if site.operation == "rope":
+            return None
         producer = behind(site.arrays["x"].value) if site.operation == "bias_activation" else None
         if producer is not None and producer.primitive in _WITH_EPILOGUE:
             return f"XLA does it in the epilogue of {producer.primitive}; a kernel would write and read x once more"
@@ -280,6 +290,12 @@ class _Neighbours:
         """Returns whether XLA may compute what an equation reads in the same launch, if it is elementwise."""
         owner = self._owners.get(reader)
         return owner.operation in _STREAMING if owner is not None else reader.primitive not in _APART
+
+
+def _bytes(site: Site) -> int:
+    """Returns the bytes of a site's arrays and results."""
+    arrays = (*structs_of(site).values(), *site.results)
+    return sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
 
 
 def _adds_two(equation: Equation | None) -> bool:
