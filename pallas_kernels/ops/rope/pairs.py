@@ -76,7 +76,7 @@ class Pairs:
         """Returns the (rows, columns) array of a view."""
         return (lax.bitcast_convert_type(view, self.dtype) if self.are_words else view).reshape(view.shape[0], -1)
 
-    def load(self, ref: Any, rows: pl.Slice, head: jax.Array, tile: HeadTile) -> tuple[jax.Array, ...]:
+    def load(self, ref: Any, rows: pl.Slice, head: jax.Array | int, tile: HeadTile) -> tuple[jax.Array, ...]:
         """Loads the pairs of one head in their stored form, which takes fewer registers than their `members`."""
         places = self._places(ref.at[rows, head])
         return tuple(plgpu.load(place, layout=tile.layout, optimized=False) for place in places)
