@@ -53,14 +53,14 @@ def weight_gradients(x: jax.Array, cotangents: Sequence[jax.Array]) -> tuple[jax
     rows. Small gradients XLA may merge: 13716 rows, 128 features and three times 128 outputs take 20 µs less.
 
     For gradients with few tiles XLA splits the sum over the rows, and then pads x for each product. So x is padded once
-    before: 6790 rows, 1024 features and 1024, 256 and 256 outputs take 73 µs instead of 93 (H200).
+    before separate ones: 6790 rows, 1024 features and 1024, 256 and 256 outputs take 73 µs instead of 93 (H200).
     """
     outputs = sum(d.shape[1] for d in cotangents)
+    if x.dtype.itemsize * x.shape[1] * outputs <= _MOST_MERGED_BYTES:
+        return tuple(x.T @ d for d in cotangents)
     tiles = min(pl.cdiv(x.shape[1], _SPLIT_TILE) * pl.cdiv(d.shape[1], _SPLIT_TILE) for d in cotangents)
     if len(cotangents) > 1 and not has_whole_groups(x.shape[0]) and tiles < target_device().core_count:
         x, *cotangents = (padded_rows(array, _SPLIT_ROWS) for array in (x, *cotangents))
-    if x.dtype.itemsize * x.shape[1] * outputs <= _MOST_MERGED_BYTES:
-        return tuple(x.T @ d for d in cotangents)
     return tuple(own.T @ d for own, d in _with_own(x, cotangents))
 
 

@@ -105,6 +105,16 @@ def test_tables_broadcast(shape, implementation, seed):
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("interleaved", [False, True])
+def test_tables_of_other_dtypes_with_a_value_for_each_column(interleaved, seed):
+    query = normal(seed, (1, 40, 3, 64), jnp.bfloat16)
+    cos, sin = (normal(seed + 1 + i, (40, 64), dtype) for i, dtype in enumerate((jnp.float32, jnp.float16)))
+    run = partial(rope, query, cos=cos, sin=sin, interleaved=interleaved)
+    got, expected = (np.asarray(run(implementation=each), np.float32) for each in ("mosaic", "xla"))
+    np.testing.assert_allclose(got, expected, rtol=2**-7, atol=1e-6, err_msg=f"seed={seed}")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("interleaved", [False, True])
 def test_the_columns_that_are_not_rotated_are_as_they_were(interleaved, seed):
     query = normal(seed, (1, 5, 2, 96), jnp.bfloat16)
     positions, options = jnp.arange(5) * 100, {"interleaved": interleaved, "implementation": "mosaic"}

@@ -6,7 +6,7 @@ blocks in two launches: the first computes maximum and sum of each part; in the 
 results and writes its part of loss and gradient.
 
 Given each row's maximum and sum, the gradient is elementwise, so a block can compute any part of a row. So the second
-launch serves the backward pass, too, if the forward pass did not write the gradient.
+launch serves the backward pass, too, if the forward pass did not write the gradient and rows are not short.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from pallas_kernels.primitives.rows import (
     row_max,
     row_of_block,
     row_sum,
+    short_rows_at_once,
     store_row,
     to_float32,
 )
@@ -78,14 +79,16 @@ def cross_entropy_forward(
     elif config.loads == "split":
         found = _split_kernels(operands, outputs, terms=terms, chunk=config.chunk)
     else:
-        found = _whole_rows_kernel(operands, outputs, terms=terms)
+        name = "cross_entropy_with_gradient" if with_gradient else "cross_entropy"
+        found = _whole_rows_kernel(operands, outputs, terms=terms, name=name)
     return found["loss"], (found["maximum"], found["total"]), found.get("gradient")
 
 
 def _whole_rows_kernel(
-    operands: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct], *, terms: Terms
+    operands: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct], *, terms: Terms, name: str
 ) -> dict[str, jax.Array]:
-    logits, with_gradient = operands["logits"], "gradient" in outputs
+    """Computes the losses with their statistics, and their gradient if it is an output; or that, given statistics."""
+    logits = operands["logits"]
     rows, vocabulary = logits.shape
     at_once, segments = held_segments((rows, vocabulary), logits.dtype.itemsize)
 
@@ -95,15 +98,22 @@ def _whole_rows_kernel(
         weight = weight_of(held.load_value, refs.get("weights"))
         token = terms.token(held.load_value(refs["labels"]), weight)
         values = held.load(refs["logits"])
+
+        def differentiate(maximum, total):
+            slope = jax.tree.map(held.spread, terms.slope(maximum, total, token))
+            label = held.spread(token.label)
+            held.store(refs["gradient"], map_row(lambda v, c: slope(v, c == label), values, held.columns))
+
+        if "loss" not in refs:
+            differentiate(held.load_value(refs["maximum"]), held.load_value(refs["total"]))
+            return
         target = held.element(refs["logits"], values, token.label)
         maximum = jnp.maximum(held.max(values), LOWEST)
         highest = held.spread(maximum)
         total = held.sum(map_row(lambda v: jnp.exp(v - highest), values))
         logit_sum = held.sum(values) if terms.label_smoothing else None
-        if with_gradient:
-            slope = jax.tree.map(held.spread, terms.slope(maximum, total, token))
-            label = held.spread(token.label)
-            held.store(refs["gradient"], map_row(lambda v, c: slope(v, c == label), values, held.columns))
+        if "gradient" in refs:
+            differentiate(maximum, total)
         held.store_value(refs["loss"], terms.loss(token, maximum, total, target, logit_sum))
         held.store_value(refs["maximum"], maximum)
         held.store_value(refs["total"], total)
@@ -112,7 +122,7 @@ def _whole_rows_kernel(
         body,
         operands,
         outputs,
-        name="cross_entropy_with_gradient" if with_gradient else "cross_entropy",
+        name=name,
         grid=row_grid(rows, at_once),
         compiler_params=compiler_params(logits.dtype),
     )
@@ -176,11 +186,15 @@ def cross_entropy_backward(
 
     weights: (rows,) or (1,). statistics: what `cross_entropy_forward` returned. The other arguments are as there.
     """
+    maximum, total = statistics
+    operands = {"logits": logits, "labels": labels, "weights": weights}
+    outputs, name = {"gradient": jax.ShapeDtypeStruct(logits.shape, logits.dtype)}, "cross_entropy_gradient"
+    if short_rows_at_once(logits.shape, logits.dtype.itemsize):
+        operands |= {"maximum": maximum, "total": total}
+        return _whole_rows_kernel(operands, outputs, terms=terms, name=name)["gradient"]
+    operands |= {"part_maximum": maximum[:, None], "part_total": total[:, None]}
     chunks = RowChunks.make(logits.shape[1], logits.dtype.itemsize, chunk)
-    maximum, total = (statistic[:, None] for statistic in statistics)
-    operands = {"logits": logits, "labels": labels, "weights": weights, "part_maximum": maximum, "part_total": total}
-    outputs = {"gradient": jax.ShapeDtypeStruct(logits.shape, logits.dtype)}
-    return kernel_from_parts(operands, outputs, terms=terms, chunks=chunks, name="cross_entropy_gradient")["gradient"]
+    return kernel_from_parts(operands, outputs, terms=terms, chunks=chunks, name=name)["gradient"]
 
 
 def kernel_from_parts(

@@ -242,8 +242,8 @@ def linear_residual_norm(
         implementation: one of the names below, a sequence of them in order of preference, or None.
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; sizes as for `linear`.
             "xla": always runs.
-            None: "mosaic" if it can run, for 512 rows or more if it is estimated to be faster, and with 4096 outputs or
-                more for up to 16 rows of 8192 features or more, or 33 to 64 rows of 4096 or more; else "xla".
+            None: "mosaic" if it can run, for more than 64 rows if it is estimated to be faster, and with 4096 outputs
+                or more for up to 16 rows of 8192 features or more, or 33 to 64 rows of 4096 or more; else "xla".
 
     Returns:
         (total, mean_square): total (..., outputs), of x's dtype; mean_square (...), float32 (float64 for float64 x).

@@ -16,7 +16,7 @@ the rotation by the opposite angle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -70,8 +70,7 @@ def launch_heads(
     """
     rows, half = heads[0].array.shape[0], size // 2
     pairs = Pairs(dtype=heads[0].array.dtype, is_interleaved=is_interleaved)
-    period = rows if tables is None else tables[0].shape[0]
-    plan = _plan(heads, period=period, size=size, every=every, pairs=pairs, is_backward=is_backward)
+    plan = _plan(heads, tables or (), size=size, every=every, pairs=pairs, is_backward=is_backward)
 
     def padded(array: jax.Array, fill: float) -> jax.Array:
         missing = [(0, plan.rows - rows)] + [(0, 0)] * (array.ndim - 1)
@@ -80,16 +79,18 @@ def launch_heads(
     def view(array: jax.Array | None, fill: float) -> jax.Array | None:
         return None if array is None else pairs.view(padded(array, fill), size)
 
-    def table(array: jax.Array) -> jax.Array:
-        by_member = pairs.table(array.astype(jnp.float32) if array.dtype.itemsize > 4 else array, half)
-        return by_member if plan.period == period else padded(jnp.tile(by_member, (rows // period, 1, 1)), 0)
+    def table(array: jax.Array, own: Pairs | None) -> jax.Array:
+        narrow = array.astype(jnp.float32) if array.dtype.itemsize > 4 else array
+        period = array.shape[0]
+        by_row = narrow if plan.period == period else padded(jnp.tile(narrow, (rows // period, 1)), 0)
+        return by_row.reshape(-1, 1, half) if own is None else own.view(by_row, size)
 
     # Rows of ones are added to products: rows of zeros have no norm if epsilon is 0.
     operands = {
         "array": [view(each.array, 0 if is_backward else 1) for each in heads],
         "product": [view(each.product, 1) for each in heads],
         "scale": [None if each.scale is None else each.scale.reshape(2, half) for each in heads],
-        "tables": None if tables is None else [table(each) for each in tables],
+        "tables": None if tables is None else list(map(table, tables, plan.tables)),
     }
     results = [jax.ShapeDtypeStruct(own.shape, own.dtype) for own in jax.tree.leaves(operands["array"])]
     sums = [
@@ -116,13 +117,24 @@ def launch_heads(
     return [pairs.restore(each)[:rows] for each in outputs[: len(results)]], scales
 
 
-def _plan(heads: Sequence[HeadArray], *, period: int, size: int, every: int, pairs: Pairs, is_backward: bool) -> Plan:
+def _plan(
+    heads: Sequence[HeadArray],
+    tables: Sequence[jax.Array],
+    *,
+    size: int,
+    every: int,
+    pairs: Pairs,
+    is_backward: bool,
+) -> Plan:
     rows = heads[0].array.shape[0]
+    period = tables[0].shape[0] if tables else rows
+    of_tables = tuple(replace(pairs, dtype=each.dtype) if each.shape[1] == size else None for each in tables)
     parts = tuple(
         Part(heads=each.array.shape[1] // size, norm=each.norm, has_sum=is_backward and each.scale is not None)
         for each in heads
     )
-    widths = (1,) if pairs.are_apart else (4, 2, 1)  # fewer rows than a tile's are padded
+    is_apart = any(each is not None and each.are_apart for each in (pairs, *of_tables))
+    widths = (1,) if is_apart else (4, 2, 1)  # fewer rows than a tile's are padded
     tile = next((tile for tile in (HeadTile.of(size, v) for v in widths) if tile.rows <= rows), HeadTile.of(size, 1))
     units, count = -(-rows // tile.rows), sum(part.heads for part in parts)
     at_once = 4 if all(part.norm is None for part in parts) else 2  # norms take registers
@@ -137,6 +149,7 @@ def _plan(heads: Sequence[HeadArray], *, period: int, size: int, every: int, pai
         rows=max(rows, tile.rows),
         period=max(rows, tile.rows) if period % tile.rows else period,
         pairs=pairs,
+        tables=of_tables,
         tile=tile,
         is_backward=is_backward,
         parts=parts,

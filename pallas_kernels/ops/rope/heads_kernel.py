@@ -49,7 +49,7 @@ class Plan:
     """The static parameters of a launch.
 
     size: columns of a head. every: of so many heads the first is rotated. rows: at least those of a tile. period: rows
-    of cosines and sines, which repeat.
+    of cosines and sines, which repeat. tables: the pairs of cosines and of sines, None with one value a pair.
     tile: of each member of a head's pairs.
     strip: heads of a strip, which divides each part's. at_once: those that are read together.
     groups: of rows, with a block for each strip.
@@ -60,6 +60,7 @@ class Plan:
     rows: int
     period: int
     pairs: Pairs
+    tables: tuple[Pairs | None, ...]
     tile: HeadTile
     is_backward: bool
     parts: tuple[Part, ...]
@@ -155,14 +156,13 @@ class _Strip:
         if self.plan.period < self.plan.rows:
             rows = pl.ds(lax.rem(rows.start, self.plan.period), self.plan.tile.rows)
 
-        def read(table: Any) -> Members:
-            members = [
-                plgpu.load(table.at[rows, m], layout=self.plan.tile.layout, optimized=False).astype(jnp.float32)
-                for m in range(table.shape[1])
-            ]
-            return members[0], members[-1]
+        def read(table: Any, pairs: Pairs | None) -> Members:
+            if pairs is not None:
+                return pairs.members(pairs.load(table, rows, 0, self.plan.tile))
+            value = plgpu.load(table.at[rows, 0], layout=self.plan.tile.layout, optimized=False).astype(jnp.float32)
+            return value, value
 
-        cosines, sines = map(read, self.tables)
+        cosines, sines = map(read, self.tables, self.plan.tables)
         return cosines, (-sines[1], -sines[0]) if self.plan.is_backward else sines
 
     def _own_angles(self, head: Any, angles: Angles | None) -> Angles | None:

@@ -72,17 +72,11 @@ class Pairs:
         pairs = array.reshape(array.shape[0], -1, *((size // 2, 2) if self.is_interleaved else (2, size // 2)))
         return lax.bitcast_convert_type(pairs, jnp.uint32) if self.are_words else pairs
 
-    def table(self, table: jax.Array, half: int) -> jax.Array:
-        """Returns a table of one value a pair or a column as (rows, 1 or 2 members, pairs)."""
-        if table.shape[1] == half or not self.is_interleaved:
-            return table.reshape(table.shape[0], -1, half)
-        return table.reshape(table.shape[0], half, 2).swapaxes(1, 2)
-
     def restore(self, view: jax.Array) -> jax.Array:
         """Returns the (rows, columns) array of a view."""
         return (lax.bitcast_convert_type(view, self.dtype) if self.are_words else view).reshape(view.shape[0], -1)
 
-    def load(self, ref: Any, rows: pl.Slice, head: jax.Array, tile: HeadTile) -> tuple[jax.Array, ...]:
+    def load(self, ref: Any, rows: pl.Slice, head: jax.Array | int, tile: HeadTile) -> tuple[jax.Array, ...]:
         """Loads the pairs of one head in their stored form, which takes fewer registers than their `members`."""
         places = self._places(ref.at[rows, head])
         return tuple(plgpu.load(place, layout=tile.layout, optimized=False) for place in places)
