@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from xlafuse.bench import candidates, timing
+from xlafuse.bench.candidates import check_close
 from xlafuse.bench.public import bench, generation, torch_process
-from xlafuse.bench.public.bench import bench_public, check_norms
+from xlafuse.bench.public.bench import bench_public
 from xlafuse.bench.public.flops import product_flops
 from xlafuse.bench.public.generation import Generation
 from xlafuse.bench.public.programs import KEY, Program, PublicModel, importing, linen_program, tokens_of
@@ -64,7 +65,7 @@ def _quick(monkeypatch, invented_times):
     monkeypatch.setattr(candidates, "time_candidates", partial(timing.time_candidates, warm_up_seconds=(0.0, 0.0)))
     monkeypatch.setattr(bench, "MODELS", MODELS)
     monkeypatch.setattr(bench, "WALL_SECONDS", 0.0)
-    monkeypatch.setattr(bench, "peak", lambda _: 1e12)
+    monkeypatch.setattr(candidates, "peak", lambda _: 1e12)
 
 
 def measured(item: str, **changes: Any) -> ShapeResult:
@@ -157,16 +158,16 @@ def test_decoding_compares_what_the_first_step_writes():
 
 
 def test_a_program_that_fails_leaves_the_others_their_arguments(monkeypatch):
-    called = bench._Case._call
+    called = candidates.Chain.call
     calls = []
 
-    def call(case, program):
+    def call(chain, program):
         calls.append(program)
         if len(calls) == 4:
-            called(case, lambda *_: 1 / 0)
-        return called(case, program)
+            called(chain, lambda *_: 1 / 0)
+        return called(chain, program)
 
-    monkeypatch.setattr(bench._Case, "_call", call)
+    monkeypatch.setattr(candidates.Chain, "call", call)
     result = measured("norms train")
     assert len(result.candidates) == 1
     assert "ZeroDivisionError" in result.problems[0].message
@@ -175,11 +176,11 @@ def test_a_program_that_fails_leaves_the_others_their_arguments(monkeypatch):
 def test_gradients_that_differ_are_a_problem_though_the_loss_is_the_same():
     expected = {"loss": jnp.float32(10.0), "gradients": [jnp.ones(4) * 1e-3, jnp.arange(3)]}
     almost = {**expected, "gradients": [jnp.ones(4) * 1.01e-3, jnp.arange(3)]}
-    assert check_norms(almost, expected, of="xla") == pytest.approx(0.01, rel=1e-3)
-    with pytest.raises(AssertionError, match="gradients: off by 1 of its norm from xla's"):
-        check_norms({**expected, "gradients": [jnp.zeros(4), jnp.arange(3)]}, expected, of="xla")
-    with pytest.raises(AssertionError, match="loss: off by nan"):
-        check_norms({**expected, "loss": jnp.float32(jnp.nan)}, expected, of="xla")
+    assert check_close(almost, expected) == pytest.approx(0.01, rel=1e-3)
+    with pytest.raises(AssertionError, match="gradients is off by 1 of its norm from xla's"):
+        check_close({**expected, "gradients": [jnp.zeros(4), jnp.arange(3)]}, expected)
+    with pytest.raises(AssertionError, match="loss is off by nan"):
+        check_close({**expected, "loss": jnp.float32(jnp.nan)}, expected)
 
 
 def test_problems_do_not_name_this_machines_folders(monkeypatch, tmp_path):
