@@ -20,13 +20,12 @@ from xlafuse.bench.block import BASELINE, WALL_SECONDS, batch_and_length
 from xlafuse.bench.candidates import Chain, bytes_of, checked, compiled, timed
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Problem, ShapeResult
-from xlafuse.bench.settings import ModelSettings
+from xlafuse.bench.settings import TORCH_MODES, ModelSettings
 from xlafuse.bench.timing import Candidate
 from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
 from xlafuse.strategies import get_strategy
 
 PHASES = ("forward", "train", "prefill", "decode")
-PEERS = ("torch_eager", "torch_compile", "torch_reduce_overhead")
 _ROOM = 64
 """Tokens that decoding may append before it starts over after the prompt."""
 _TOLERANCE = 0.1
@@ -69,7 +68,7 @@ def _bench_phase(
         def of(name: str) -> tuple[Candidate, Any]:
             if name != BASELINE and time.time() > settings.until:
                 raise TimeoutError("not begun, the time was up")
-            if name not in PEERS:
+            if name not in TORCH_MODES:
                 return _of_strategy(name, config, phase, chain)
             from xlafuse.bench.peers import torch_model
 

@@ -24,15 +24,9 @@ import torch
 import transformers
 
 from xlafuse.bench.public import configs, sizes
+from xlafuse.bench.settings import TORCH_MODES
 from xlafuse.bench.timing import Candidate, Turn
 
-MODES = {
-    "torch_eager": None,
-    "torch_compile": "default",
-    "torch_reduce_overhead": "reduce-overhead",
-    "torch_max_autotune": "max-autotune",
-}
-"""torch.compile's mode of each peer. The last two launch CUDA graphs."""
 UNSEEN = -100  # a label that has no loss
 DEVICE = "cuda"
 
@@ -281,7 +275,8 @@ class ProfiledTurn(Turn):
 
 def turn_of(model: Model | Decoding, name: str) -> tuple[ProfiledTurn, dict[str, Any]]:
     """Returns a peer that has run, with the seconds of its first call and its memory."""
-    call = model.call_of(MODES[name])
+    mode = TORCH_MODES[name]
+    call = model.call_of(mode)
     torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     call()
@@ -290,7 +285,7 @@ def turn_of(model: Model | Decoding, name: str) -> tuple[ProfiledTurn, dict[str,
     for _ in range(model.settles):
         call()
     wait()
-    costs = {"compile_seconds": seconds if MODES[name] else 0.0, "peak_bytes": torch.cuda.max_memory_allocated()}
+    costs = {"compile_seconds": seconds if mode else 0.0, "peak_bytes": torch.cuda.max_memory_allocated()}
     torch.cuda.empty_cache()  # what other processes need while they compile
     return ProfiledTurn(Candidate(name=name, kind="peer", call=call, inputs=[()], wait=wait)), costs
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from xlafuse.bench.timing import Candidate, Timing
 
-PEERS = ("torch_eager", "torch_compile", "torch_reduce_overhead", "torch_max_autotune")
 MODELS = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma", "umt5", "whisper", "siglip", "experts")
 """The models that PyTorch has, too: those of `torch_models.MODELS`."""
 _SECONDS = 400.0
