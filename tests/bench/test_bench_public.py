@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stand_in_process
 
 from xlafuse.bench import candidates, timing
 from xlafuse.bench.candidates import check_close
@@ -230,33 +230,10 @@ def test_flops_of_convolutions_and_groups():
     assert product_flops(jax.grad(grouped, (0, 1)), jnp.zeros((4, 8)), jnp.zeros((2, 8, 16))) == 3 * 2 * 4 * 8 * 16
 
 
-PEER = """
-import json, sys, os
-print("a library says something")
-for line in sys.stdin:
-    name, *request = json.loads(line)
-    print(f"{name} {request}", file=sys.stderr)
-    if name == "torch_eager":
-        result = {"error": ["OutOfMemoryError", "too large"]}
-    elif request == ["make"]:
-        result = {"result": {"compile_seconds": 3.0, "peak_bytes": 7}}
-    elif request == ["timing"]:
-        times = dict.fromkeys(("median_us", "p20_us", "p80_us", "wall_us"), 5.0)
-        result = {"result": {**times, "kernels": ["a"], "samples": 2}}
-    elif name == "torch_max_autotune":
-        os._exit(9)
-    else:
-        result = {"result": None}
-    print(json.dumps(result), flush=True)
-"""
-
-
 @pytest.fixture
-def stand_in(monkeypatch, tmp_path):
+def stand_in(monkeypatch):
     """A process that answers as PyTorch's would."""
-    (tmp_path / "peer.py").write_text(PEER)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
-    monkeypatch.setattr(torch_process, "_MODULE", "peer")
+    monkeypatch.setattr(torch_process, "_serve", stand_in_process.serve)
     monkeypatch.setattr(torch_process, "MODELS", ("norms",))
     monkeypatch.setattr(torch_process, "find_spec", lambda _: True)
 
