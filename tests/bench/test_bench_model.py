@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import imitation_torch
 import numpy as np
 import pytest
 
-from xlafuse.bench import candidates, model, timing
+from xlafuse.bench import model
 from xlafuse.bench.model import PHASES, bench_model
 from xlafuse.bench.settings import ModelSettings
 from xlafuse.models import BlockConfig
@@ -23,7 +22,6 @@ SETTINGS = ModelSettings(model="tiny", strategies=("xla", "other"), layers=1, ro
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(candidates, "time_candidates", partial(timing.time_candidates, warm_up_seconds=(0.0, 0.0)))
     monkeypatch.setattr(model, "get_strategy", lambda name: Strategy(name=name, description="", fuses=name == "other"))
     monkeypatch.setattr(model, "_ROOM", 8)
 

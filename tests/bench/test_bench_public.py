@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import stand_in_process
 
-from xlafuse.bench import candidates, timing
+from xlafuse.bench import candidates
 from xlafuse.bench.candidates import check_close
 from xlafuse.bench.public import bench, generation, torch_process
 from xlafuse.bench.public.bench import bench_public
@@ -61,7 +60,6 @@ MODELS = tuple(PublicModel(name, "", {"tiny": SIZES}, make) for name, make in ((
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch, invented_times):
-    monkeypatch.setattr(candidates, "time_candidates", partial(timing.time_candidates, warm_up_seconds=(0.0, 0.0)))
     monkeypatch.setattr(bench, "MODELS", MODELS)
     monkeypatch.setattr(bench, "WALL_SECONDS", 0.0)
     monkeypatch.setattr(candidates, "peak", lambda _: 1e12)

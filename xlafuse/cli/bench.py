@@ -98,7 +98,7 @@ def _model(
 
     get_decoder(settings.model)
     cases = _cases(shapes, _checked("phase", names(phases), model.PHASES))
-    _under_strategies("model", cases, settings, output, TORCH_MODES, stall_seconds=300.0)
+    _under_strategies("model", cases, settings, output, TORCH_MODES, stall_seconds=560.0)
 
 
 def _public(settings: PublicSettings, output: Output) -> None:
