@@ -26,8 +26,8 @@ _TOLERANCE = 2e-2
 
 The bound only catches a program that computes something else. The tests check accuracy.
 """
-Results = Sequence[Any] | Mapping[str, Any]
-"""Results to compare, in order or by name. Each is an array or a tree, of whose floating arrays the norm is taken."""
+Outputs = Sequence[Any] | Mapping[str, Any]
+"""Outputs to compare, in order or by name. Each is an array or a tree, of whose floating arrays the norm is taken."""
 
 
 def callable_of(op: OpSpec, phase: str, implementation: str | None) -> Callable[..., Any]:
@@ -237,8 +237,8 @@ def checked(
 
 
 def check_close(
-    result: Results,
-    baseline: Results,
+    result: Outputs,
+    baseline: Outputs,
     *,
     of: str = "xla",
     smallest: float = 0.0,
@@ -270,8 +270,8 @@ def check_close(
     return largest
 
 
-def _named(results: Results) -> Mapping[str, Any]:
-    return results if isinstance(results, Mapping) else {f"output {i}": each for i, each in enumerate(results)}
+def _named(outputs: Outputs) -> Mapping[str, Any]:
+    return outputs if isinstance(outputs, Mapping) else {f"output {i}": each for i, each in enumerate(outputs)}
 
 
 def _sums(result: Any, expected: Any) -> tuple[float, float, float]:
