@@ -35,8 +35,8 @@ from hlo_analysis.targets import load_target
 from xlafuse.bench.block_tables import model_table
 from xlafuse.bench.public.programs import Program, PublicModel, part_of, shapes_of
 from xlafuse.bench.public.sources import MODELS
-from xlafuse.bench.public.torch_process import PEERS
 from xlafuse.bench.results import Results, ShapeResult, load, markdown_table
+from xlafuse.bench.settings import TORCH_MODES
 from xlafuse.bench.tables import place
 from xlafuse.catalogue import KERNELS
 from xlafuse.fusion import Report, fuse
@@ -308,7 +308,7 @@ def _times(results: dict[str, Any], measured: Results) -> Iterator[list[str]]:
             estimate = " to ".join(guessed) if guess.get("size") == case.spec else ""
             ms, gain = partial(_cell, case), partial(_cell, case, over="fused")
             cells = [ms("xla"), estimate, ms("fused"), gain("xla"), ms("fused_allowed"), ms("torch_eager")]
-            cells += [cell(peer) for peer in PEERS[1:] for cell in (ms, gain)]
+            cells += [cell(peer) for peer in [*TORCH_MODES][1:] for cell in (ms, gain)]
             yield [name, part, case.spec, *cells]
 
 

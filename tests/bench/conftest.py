@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from functools import partial
+
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import ArgSpec, ArraySpec
-from xlafuse.bench import timing
+from xlafuse.bench import candidates, timing
 
 ROWS = ArraySpec(shape=(4, 256), dtype="bfloat16")
 
@@ -17,6 +19,12 @@ def spec() -> ArgSpec:
     return ArgSpec(
         name="4x256", arguments={"x": ROWS, "scale": scale, "residual": ROWS}, tags=frozenset({"bench", "test"})
     )
+
+
+@pytest.fixture(autouse=True)
+def _no_warm_up(monkeypatch):
+    """Candidates take turns at once."""
+    monkeypatch.setattr(candidates, "time_candidates", partial(timing.time_candidates, warm_up_seconds=(0.0, 0.0)))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
 
 import imitation_torch
 import jax
@@ -14,7 +13,7 @@ import pytest
 
 from hlo_analysis.capture.meshes import mesh_of_one, name_target_in_meshes
 from hlo_analysis.targets import load_target
-from xlafuse.bench import block, candidates, timing
+from xlafuse.bench import block
 from xlafuse.bench.block import bench_block, bench_case, case_maker
 from xlafuse.bench.block_tables import block_details, block_overview
 from xlafuse.bench.candidates import check_close
@@ -40,7 +39,6 @@ GPT = dataclasses.replace(
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(block, "buffer_sets", lambda _: 1)
-    monkeypatch.setattr(candidates, "time_candidates", partial(timing.time_candidates, warm_up_seconds=(0.0, 0.0)))
 
 
 @pytest.mark.usefixtures("interpreter", "invented_times")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from typer.testing import CliRunner
 import pallas_kernels
 from pallas_kernels import REGISTRY, get_op, testing
 from pallas_kernels.specs import plain
-from xlafuse.bench import candidates, choice, random_calls, supervisor, timing
+from xlafuse.bench import choice, random_calls, supervisor
 from xlafuse.bench.candidates import callable_of, check_close, inputs_of
 from xlafuse.bench.choice import bench_call, bench_choice, drawn
 from xlafuse.bench.random_calls import Limits, random_call
@@ -30,7 +29,6 @@ SETTINGS = ChoiceSettings(rounds=1, calls=2)
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(choice, "buffer_sets", lambda _: 1)
-    monkeypatch.setattr(candidates, "time_candidates", partial(timing.time_candidates, warm_up_seconds=(0.0, 0.0)))
 
 
 @pytest.mark.parametrize("op", REGISTRY.values(), ids=list(REGISTRY))

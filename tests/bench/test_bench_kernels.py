@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from types import MappingProxyType
 
 import jax
@@ -13,7 +12,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels import get_op, testing
 from pallas_kernels.specs import plain
-from xlafuse.bench import candidates, kernels, peers, timing
+from xlafuse.bench import kernels, peers, timing
 from xlafuse.bench.candidates import check_close
 from xlafuse.bench.environment import environment
 from xlafuse.bench.kernels import (
@@ -39,7 +38,6 @@ SETTINGS = Settings(rounds=1, calls=2)
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(kernels, "buffer_sets", lambda _: 1)
-    monkeypatch.setattr(candidates, "time_candidates", partial(timing.time_candidates, warm_up_seconds=(0.0, 0.0)))
 
 
 @pytest.mark.usefixtures("interpreter", "invented_times")

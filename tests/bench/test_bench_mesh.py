@@ -6,14 +6,13 @@ import contextlib
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from xlafuse.bench import candidates, mesh, timing
+from xlafuse.bench import mesh
 from xlafuse.bench.mesh import bench_mesh
 from xlafuse.bench.results import ShapeResult
 from xlafuse.bench.settings import MeshSettings
@@ -24,11 +23,6 @@ with contextlib.suppress(RuntimeError):  # JAX has begun: tests that need severa
     jax.config.update("jax_num_cpu_devices", 4)
 
 SETTINGS = MeshSettings(model="tiny", strategies=("xla", "best"), layers=1, rounds=2, calls=1)
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(candidates, "time_candidates", partial(timing.time_candidates, warm_up_seconds=(0.0, 0.0)))
 
 
 @pytest.fixture

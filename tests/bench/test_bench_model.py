@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import imitation_torch
-import jax
 import numpy as np
 import pytest
 
-from xlafuse.bench import candidates, model, timing
+from xlafuse.bench import model
 from xlafuse.bench.model import PHASES, bench_model
 from xlafuse.bench.settings import ModelSettings
 from xlafuse.models import BlockConfig
@@ -24,7 +22,6 @@ SETTINGS = ModelSettings(model="tiny", strategies=("xla", "other"), layers=1, ro
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(candidates, "time_candidates", partial(timing.time_candidates, warm_up_seconds=(0.0, 0.0)))
     monkeypatch.setattr(model, "get_strategy", lambda name: Strategy(name=name, description="", fuses=name == "other"))
     monkeypatch.setattr(model, "_ROOM", 8)
 
@@ -79,7 +76,7 @@ def test_pytorchs_model_is_ours(config, phase, monkeypatch):
     imitation_torch.install(monkeypatch)
     from xlafuse.bench.peers import torch_model
 
-    chain = model._chain(config, "2x5", phase, Decoder(config).params(jax.random.key(0)), seed=0)
+    chain = model._chain(config, "2x5", phase, seed=0)
     if phase == "train":
         params, _, drawn = chain.arguments
         expected = [Decoder(config).loss(params, drawn)]

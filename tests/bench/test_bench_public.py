@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stand_in_process
 
-from xlafuse.bench import candidates, timing
+from xlafuse.bench import candidates
+from xlafuse.bench.candidates import check_close
 from xlafuse.bench.public import bench, generation, torch_process
-from xlafuse.bench.public.bench import bench_public, check_norms
+from xlafuse.bench.public.bench import bench_public
 from xlafuse.bench.public.flops import product_flops
 from xlafuse.bench.public.generation import Generation
 from xlafuse.bench.public.programs import KEY, Program, PublicModel, importing, linen_program, tokens_of
@@ -61,10 +60,9 @@ MODELS = tuple(PublicModel(name, "", {"tiny": SIZES}, make) for name, make in ((
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch, invented_times):
-    monkeypatch.setattr(candidates, "time_candidates", partial(timing.time_candidates, warm_up_seconds=(0.0, 0.0)))
     monkeypatch.setattr(bench, "MODELS", MODELS)
     monkeypatch.setattr(bench, "WALL_SECONDS", 0.0)
-    monkeypatch.setattr(bench, "peak", lambda _: 1e12)
+    monkeypatch.setattr(candidates, "peak", lambda _: 1e12)
 
 
 def measured(item: str, **changes: Any) -> ShapeResult:
@@ -157,16 +155,16 @@ def test_decoding_compares_what_the_first_step_writes():
 
 
 def test_a_program_that_fails_leaves_the_others_their_arguments(monkeypatch):
-    called = bench._Case._call
+    called = candidates.Chain.call
     calls = []
 
-    def call(case, program):
+    def call(chain, program):
         calls.append(program)
         if len(calls) == 4:
-            called(case, lambda *_: 1 / 0)
-        return called(case, program)
+            called(chain, lambda *_: 1 / 0)
+        return called(chain, program)
 
-    monkeypatch.setattr(bench._Case, "_call", call)
+    monkeypatch.setattr(candidates.Chain, "call", call)
     result = measured("norms train")
     assert len(result.candidates) == 1
     assert "ZeroDivisionError" in result.problems[0].message
@@ -175,11 +173,11 @@ def test_a_program_that_fails_leaves_the_others_their_arguments(monkeypatch):
 def test_gradients_that_differ_are_a_problem_though_the_loss_is_the_same():
     expected = {"loss": jnp.float32(10.0), "gradients": [jnp.ones(4) * 1e-3, jnp.arange(3)]}
     almost = {**expected, "gradients": [jnp.ones(4) * 1.01e-3, jnp.arange(3)]}
-    assert check_norms(almost, expected, of="xla") == pytest.approx(0.01, rel=1e-3)
-    with pytest.raises(AssertionError, match="gradients: off by 1 of its norm from xla's"):
-        check_norms({**expected, "gradients": [jnp.zeros(4), jnp.arange(3)]}, expected, of="xla")
-    with pytest.raises(AssertionError, match="loss: off by nan"):
-        check_norms({**expected, "loss": jnp.float32(jnp.nan)}, expected, of="xla")
+    assert check_close(almost, expected) == pytest.approx(0.01, rel=1e-3)
+    with pytest.raises(AssertionError, match="gradients is off by 1 of its norm from xla's"):
+        check_close({**expected, "gradients": [jnp.zeros(4), jnp.arange(3)]}, expected)
+    with pytest.raises(AssertionError, match="loss is off by nan"):
+        check_close({**expected, "loss": jnp.float32(jnp.nan)}, expected)
 
 
 def test_problems_do_not_name_this_machines_folders(monkeypatch, tmp_path):
@@ -230,33 +228,10 @@ def test_flops_of_convolutions_and_groups():
     assert product_flops(jax.grad(grouped, (0, 1)), jnp.zeros((4, 8)), jnp.zeros((2, 8, 16))) == 3 * 2 * 4 * 8 * 16
 
 
-PEER = """
-import json, sys, os
-print("a library says something")
-for line in sys.stdin:
-    name, *request = json.loads(line)
-    print(f"{name} {request}", file=sys.stderr)
-    if name == "torch_eager":
-        result = {"error": ["OutOfMemoryError", "too large"]}
-    elif request == ["make"]:
-        result = {"result": {"compile_seconds": 3.0, "peak_bytes": 7}}
-    elif request == ["timing"]:
-        times = dict.fromkeys(("median_us", "p20_us", "p80_us", "wall_us"), 5.0)
-        result = {"result": {**times, "kernels": ["a"], "samples": 2}}
-    elif name == "torch_max_autotune":
-        os._exit(9)
-    else:
-        result = {"result": None}
-    print(json.dumps(result), flush=True)
-"""
-
-
 @pytest.fixture
-def stand_in(monkeypatch, tmp_path):
+def stand_in(monkeypatch):
     """A process that answers as PyTorch's would."""
-    (tmp_path / "peer.py").write_text(PEER)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
-    monkeypatch.setattr(torch_process, "_MODULE", "peer")
+    monkeypatch.setattr(torch_process, "_serve", stand_in_process.serve)
     monkeypatch.setattr(torch_process, "MODELS", ("norms",))
     monkeypatch.setattr(torch_process, "find_spec", lambda _: True)
 
@@ -298,8 +273,4 @@ def test_absent_pytorch_and_models_that_it_lacks_are_told(monkeypatch):
 def test_the_models_in_pytorch_are_those_that_are_named():
     source = Path(bench.__file__).with_name("torch_models.py").read_text(encoding="utf-8")
     assert all(f'    "{name}": (sizes.' in source for name in torch_process.MODELS)
-    assert json.dumps(torch_process.PEERS) == json.dumps(
-        ["torch_eager", "torch_compile", "torch_reduce_overhead", "torch_max_autotune"]
-    )
-    assert all(f'"{name}": ' in source for name in torch_process.PEERS)
     assert set(bench.PHASES["decode"].models) <= set(torch_process.MODELS)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from hlo_analysis.capture.lowering import gradient
-from xlafuse.bench.candidates import checked, timed
+from xlafuse.bench.candidates import bytes_of, checked, timed
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Problem, ShapeResult
 from xlafuse.bench.settings import BlockSettings
@@ -175,7 +175,5 @@ def perfect_bytes(config: BlockConfig, shape: tuple[int, int], mode: str) -> int
     "grad" adds the gradients of the weights and of x, and the cotangent.
     """
     _, (params, x, *_) = block_function(config, shape)
-    weights, tokens = (
-        sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(tree)) for tree in (params, x)
-    )
+    weights, tokens = bytes_of(params), bytes_of(x)
     return 2 * (weights + 2 * tokens) if mode == "grad" else weights + 2 * tokens

@@ -62,7 +62,7 @@ def model_table(results: Results) -> str:
             rows.append(
                 [
                     *(("", "", "") if i else (case.op, case.phase, re.sub(r"(?<=\d) ?x ?(?=\d)", " × ", case.spec))),
-                    RIVALS[each.name] if each.name in RIVALS and each.name != "xla" else f"`{each.name}`",
+                    _label(each.name),
                     f"{timing.wall_us / 1e3:.2f}",
                     _or_dash(each.tokens_per_second, "{:,.0f}") + (f" {case.unit}" if case.unit != "tokens" else ""),
                     f"{timing.median_us / 1e3:.2f}" if timing.kernels else "–",
@@ -97,12 +97,12 @@ def _columns(results: Results) -> list[str]:
 
 
 def _header(names: Sequence[str]) -> list[str]:
-    return [
-        "block",
-        "batch × length",
-        "",
-        *(RIVALS[name] if name in RIVALS and name != "xla" else f"`{name}`" for name in names),
-    ]
+    return ["block", "batch × length", "", *map(_label, names)]
+
+
+def _label(name: str) -> str:
+    """Returns a library's label, or a strategy's name; "xla" is a strategy here."""
+    return f"`{name}`" if name == "xla" else RIVALS.get(name, f"`{name}`")
 
 
 def _title(case: ShapeResult) -> list[str]:

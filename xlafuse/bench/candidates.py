@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from hlo_analysis.targets.peaks import PEAKS
 from pallas_kernels import OpSpec, testing
 from pallas_kernels.specs import plain
 from xlafuse.bench import attention_by_xla
@@ -23,6 +26,8 @@ _TOLERANCE = 2e-2
 
 The bound only catches a program that computes something else. The tests check accuracy.
 """
+Outputs = Sequence[Any] | Mapping[str, Any]
+"""Outputs to compare, in order or by name. Each is an array or a tree, of whose floating arrays the norm is taken."""
 
 
 def callable_of(op: OpSpec, phase: str, implementation: str | None) -> Callable[..., Any]:
@@ -141,6 +146,57 @@ def timed(
     )
 
 
+def with_shares(result: ShapeResult, flops: float) -> ShapeResult:
+    """Adds each candidate's share of the peak; none on a GPU that is not described. flops: of a call on one GPU."""
+    least_us = flops / peak(jax.devices()[0]) * 1e6
+    if math.isnan(least_us):
+        return result
+    with_share = (replace(each, flops_share=least_us / each.timing.wall_us) for each in result.candidates)
+    return replace(result, candidates=tuple(with_share))
+
+
+def peak(device: Any) -> float:
+    """Returns the FLOP/s of products of bfloat16 by the data sheet; NaN if the GPU is not described."""
+    known = PEAKS.get(device.device_kind)
+    return math.nan if known is None else dict(known.matrix_flops)["bf16"]
+
+
+class Chain:
+    """Arguments that the calls of all candidates share: the results of one call are donated to the next.
+
+    begin: makes the arguments of the first call, and of the call after one that failed.
+    advance: makes the next call's arguments of the last call's arguments and results.
+    """
+
+    def __init__(
+        self, begin: Callable[[], tuple[Any, ...]], advance: Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
+    ) -> None:
+        self._begin, self._advance = begin, advance
+        self._next: tuple[Any, ...] | None = None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The next call's arguments."""
+        self._next = self._begin() if self._next is None else self._next
+        return self._next
+
+    def begin_again(self) -> None:
+        """Makes the next call the first one."""
+        self._next = None
+
+    def call(self, program: Callable[..., Any]) -> Any:
+        """Calls a program with the next arguments; returns its result."""
+        given, self._next = self.arguments, None
+        result = program(*given)
+        self._next = self._advance(given, result)
+        return result
+
+
+def bytes_of(tree: Any) -> int:
+    """Counts the bytes of a tree of arrays or shapes."""
+    return sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(tree))
+
+
 def measured(candidate: Candidate, timing: Timing, tokens: float = 0.0) -> Measured:
     """Returns the record of a candidate that was timed. tokens: of a call of a model, 0 for anything else."""
     rate = tokens / timing.wall_us * 1e6 if tokens else None
@@ -155,13 +211,12 @@ def timing_problems(run: TimingRun) -> list[Problem]:
 def checked(
     makers: Mapping[str, Callable[[], tuple[Candidate, Any]]],
     problems: list[Problem],
-    check: Callable[..., float] | None = None,
     **limits: float,
 ) -> list[Candidate]:
     """Returns the candidates that run and agree with the first that does; failures go into `problems`.
 
-    makers: by name, what makes a candidate and its first results, or None if they are not to be compared. check: as
-        `check_close`, which it replaces. limits: those of `check_close`.
+    makers: by name, what makes a candidate and its first results, or None if they are not to be compared. limits: those
+        of `check_close`.
     """
     made: list[Candidate] = []
     expected: Any = ()
@@ -171,7 +226,7 @@ def checked(
             if not made:
                 expected = results or ()
             elif results is not None:
-                error = (check or check_close)(results, expected, of=made[0].name, **limits)
+                error = check_close(results, expected, of=made[0].name, **limits)
                 candidate = replace(candidate, costs={**candidate.costs, "error": error})
         except Exception as error:  # one that fails must not end the run of the others
             problems.append(problem_of(name, error))
@@ -182,49 +237,54 @@ def checked(
 
 
 def check_close(
-    result: Sequence[jax.Array],
-    baseline: Sequence[jax.Array],
+    result: Outputs,
+    baseline: Outputs,
     *,
     of: str = "xla",
     smallest: float = 0.0,
     tolerance: float = _TOLERANCE,
 ) -> float:
-    """Checks that outputs agree by their relative error in norm; returns the largest error.
+    """Checks that results agree by their relative error in norm; returns the largest error.
 
     Args:
         of: whose results the baseline is, for the message.
-        smallest: smallest reference for an array's error, as a share of the largest root mean square among the
-            baseline's arrays. An array below it, such as the gradient of a query that sees one key, holds only rounding
+        smallest: smallest reference for a result's error, as a share of the largest root mean square among the
+            baseline's results. One below it, such as the gradient of a query that sees one key, holds only rounding
             errors.
         tolerance: the largest error, as a share of a result's norm.
 
     Raises:
-        AssertionError: an output is off by more than the tolerance, or has NaNs.
+        AssertionError: a result is off by more than the tolerance, or has NaNs.
     """
-    if len(result) != len(baseline):
-        raise AssertionError(f"{len(result)} arrays, expected {len(baseline)}")
-    is_float = [jnp.issubdtype(array.dtype, jnp.floating) for array in baseline]
-    sizes = [float(_root_mean_square(array)) for array in baseline] if smallest else []
-    least = smallest * max((size for size, known in zip(sizes, is_float, strict=False) if known), default=0.0)
+    found, expected = map(_named, (result, baseline))
+    if len(found) != len(expected):
+        raise AssertionError(f"{len(found)} arrays, expected {len(expected)}")
+    sums = {name: _sums(found[name], expected[name]) for name in expected}
+    least = smallest * max((math.sqrt(square / max(1, count)) for _, square, count in sums.values()), default=0.0)
     largest = 0.0
-    for i, (got, expected) in enumerate(zip(result, baseline, strict=True)):
-        if not is_float[i]:
-            continue
-        error = float(_relative_error(jnp.asarray(got), expected, least))
+    for name, (difference, square, count) in sums.items():
+        error = math.sqrt(difference) / (max(math.sqrt(square), least * math.sqrt(count)) + 1e-30)
         if not error < tolerance:
-            raise AssertionError(f"output {i} is off by {error:.3g} of its norm from {of}'s")
+            raise AssertionError(f"{name} is off by {error:.3g} of its norm from {of}'s")
         largest = max(largest, error)
     return largest
 
 
-@jax.jit
-def _root_mean_square(array: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.mean(jnp.square(array.astype(jnp.float32))))
+def _named(outputs: Outputs) -> Mapping[str, Any]:
+    return outputs if isinstance(outputs, Mapping) else {f"output {i}": each for i, each in enumerate(outputs)}
+
+
+def _sums(result: Any, expected: Any) -> tuple[float, float, float]:
+    """Sums the squares of the difference of all floating arrays and of what is expected; counts their elements."""
+    sums = np.zeros(3)
+    for got, want in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(want.dtype, jnp.floating):
+            sums += *map(float, _sums_of_squares(jnp.asarray(got), want)), want.size
+    return sums[0], sums[1], sums[2]
 
 
 @jax.jit
-def _relative_error(got: jax.Array, expected: jax.Array, least: float) -> jax.Array:
+def _sums_of_squares(got: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Compiled, so that large arrays need no float32 copies.
     got, expected = got.reshape(expected.shape).astype(jnp.float32), expected.astype(jnp.float32)
-    norm = jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(expected))), least * jnp.sqrt(expected.size))
-    return jnp.sqrt(jnp.sum(jnp.square(got - expected))) / (norm + 1e-30)
+    return jnp.sum(jnp.square(got - expected)), jnp.sum(jnp.square(expected))

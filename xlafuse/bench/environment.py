@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -83,11 +83,16 @@ def commit() -> str:
 
 def gpu_state() -> dict[str, str]:
     """Returns the driver, clocks, power and temperature of the first GPU, from nvidia-smi; empty without it."""
-    words = _words_of(["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", "--id=0"])
+    words = _words_of(_nvidia_smi(_QUERY))
     values = [word.strip() for word in words.split(",")] if words else []
     if len(values) != len(_QUERY):
         return {}
     return dict(zip(_QUERY.values(), values, strict=True))
+
+
+def _nvidia_smi(quantities: Iterable[str]) -> list[str]:
+    """Returns the command that prints quantities of the first GPU in a line."""
+    return ["nvidia-smi", f"--query-gpu={','.join(quantities)}", "--format=csv,noheader,nounits", "--id=0"]
 
 
 def _words_of(command: Sequence[str]) -> str:
@@ -106,12 +111,7 @@ def _version(package: str) -> str:
         return ""
 
 
-_SAMPLED = {
-    "clocks.sm": "sm_clock_mhz",
-    "clocks.mem": "memory_clock_mhz",
-    "power.draw": "power_watts",
-    "temperature.gpu": "temperature_celsius",
-}
+_SAMPLED = {name: _QUERY[name] for name in ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")}
 _PERIOD_MS = 200
 
 
@@ -156,13 +156,7 @@ class Sampler:
 def sampling() -> Iterator[Sampler]:
     """Samples the first GPU five times a second until the context ends; without nvidia-smi there are no samples."""
     sampler = Sampler()
-    command = [
-        "nvidia-smi",
-        f"--query-gpu={','.join(_SAMPLED)}",
-        "--format=csv,noheader,nounits",
-        "--id=0",
-        f"--loop-ms={_PERIOD_MS}",
-    ]
+    command = [*_nvidia_smi(_SAMPLED), f"--loop-ms={_PERIOD_MS}"]
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:

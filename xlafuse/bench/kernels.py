@@ -19,15 +19,7 @@ import jax
 from pallas_kernels import ArgSpec, OpSpec, get_op, testing, tuning
 from pallas_kernels.specs import plain
 from xlafuse.bench import peers
-from xlafuse.bench.candidates import (
-    callable_of,
-    check_close,
-    checked,
-    copies,
-    inputs_of,
-    problem_of,
-    timed,
-)
+from xlafuse.bench.candidates import callable_of, check_close, checked, copies, inputs_of, timed
 from xlafuse.bench.ceiling import ceiling_candidates
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Problem, ShapeResult, short_spec
@@ -144,21 +136,15 @@ def _peers(names: Sequence[str], phase: str, cases: Sequence[testing.Case], prob
     cases = [peers.as_trained(case) for case in cases]
     compared = peers.without_dropout(cases[0])
     expected = _peers_results(compared, phase)
-    found = []
-    for name in names:
-        try:
-            library = peers.load(name)
-            has_dropout = compared is not cases[0]
-            candidate, first = library.candidate(compared.op.name, phase, [compared] if has_dropout else cases)
-            for key, value in first.items():
-                check_close((value,), (expected[key],))
-            if has_dropout:
-                candidate, _ = library.candidate(compared.op.name, phase, cases)
-        except Exception as error:  # another library's failure is recorded and does not end the run
-            problems.append(problem_of(name, error))
-            continue
-        found.append(candidate)
-    return found
+    has_dropout = compared is not cases[0]
+
+    def make(name: str) -> tuple[Candidate, None]:
+        library = peers.load(name)
+        candidate, first = library.candidate(compared.op.name, phase, [compared] if has_dropout else cases)
+        check_close(first, {key: expected[key] for key in first})
+        return (library.candidate(compared.op.name, phase, cases)[0] if has_dropout else candidate), None
+
+    return checked({name: partial(make, name) for name in names}, problems)
 
 
 def _peers_results(case: testing.Case, phase: str) -> Mapping[str, jax.Array]:

@@ -24,15 +24,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from hlo_analysis.targets.peaks import PEAKS
 from xlafuse.bench.block import batch_and_length, case_maker, flops
-from xlafuse.bench.candidates import checked, compiled, measured, problem_of, timed
+from xlafuse.bench.candidates import Chain, checked, compiled, measured, problem_of, timed, with_shares
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Measured, Problem, ShapeResult
 from xlafuse.bench.settings import MeshSettings
-from xlafuse.bench.timing import Candidate, Timing
+from xlafuse.bench.timing import Candidate, timing_of
 from xlafuse.models import block_function
 from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
 from xlafuse.models.shardings import PARALLEL, Layout, layout_of, parse_mesh
@@ -67,9 +65,8 @@ def bench_mesh(item: str, settings: MeshSettings, sampler: Sampler | None = None
             result = replace(result, problems=(problem_of("torch_fsdp", error),))
     made = partial(_candidates, config, shape, phase, layout, settings)
     result = timed(result, made, settings, sampler, baseline=settings.strategies[0], by_gpu=False, tokens=tokens)
-    least_us = _flops(config, (batch, length), phase) / len(devices) / peak(devices[0]) * 1e6
-    both = (*result.candidates, *peers)
-    yield replace(result, candidates=tuple(replace(each, flops_share=least_us / each.timing.wall_us) for each in both))
+    result = replace(result, candidates=(*result.candidates, *peers))
+    yield with_shares(result, _flops(config, (batch, length), phase) / len(devices))
 
 
 def _candidates(
@@ -158,7 +155,12 @@ def _train(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Star
     begin = jax.jit(optimizer.init, out_shardings=of_state)
     tokens = jax.random.randint(jax.random.key(seed + 1), (batch, length + 1), 0, config.vocabulary, jnp.int32)
     tokens = jax.device_put(tokens, layout.tokens)
-    held: list[Any] = []
+
+    def first() -> tuple[Any, ...]:
+        weights = decoder.params(jax.random.key(seed))
+        return weights, begin(weights), tokens
+
+    chain = Chain(first, lambda arguments, result: (*result[:2], arguments[2]))
 
     def start(name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
         strategy = get_strategy(name)
@@ -181,16 +183,7 @@ def _train(config: DecoderConfig, shape: str, layout: Layout, seed: int) -> Star
             (of_params, of_state),
         )
         program, costs = compiled(name, step, (*types, tokens))
-
-        def call() -> Any:
-            if not held:  # at first, and after a step that failed, to which they were donated
-                weights = decoder.params(jax.random.key(seed))
-                held[:] = weights, begin(weights)
-            given, held[:] = tuple(held), ()
-            *held[:], value = program(*given, tokens)
-            return value
-
-        return call, costs
+        return lambda: chain.call(program)[2], costs
 
     return start
 
@@ -223,18 +216,9 @@ def _torch(config: DecoderConfig, shape: str, devices: int, settings: MeshSettin
         if done.returncode:
             raise RuntimeError("PyTorch's processes failed; they say why above")
         found = json.loads(files[1].read_text())
-    p20, median, p80 = np.percentile(found["microseconds"], (20, 50, 80))
-    timing = Timing(
-        median_us=float(median),
-        p20_us=float(p20),
-        p80_us=float(p80),
-        wall_us=float(median),
-        kernels=(),
-        samples=len(found["microseconds"]),
-    )
     costs = {"compile_seconds": found["seconds"], "peak_bytes": found["peak_bytes"]}
     candidate = Candidate(name="torch_fsdp", kind="peer", call=lambda: None, inputs=(), costs=costs)
-    return measured(candidate, timing, tokens_a_gpu)
+    return measured(candidate, timing_of(found["microseconds"]), tokens_a_gpu)
 
 
 def _flops(config: DecoderConfig, shape: tuple[int, int], phase: str) -> int:
@@ -242,9 +226,3 @@ def _flops(config: DecoderConfig, shape: tuple[int, int], phase: str) -> int:
     layers = config.layers * flops(config.block, shape, "grad")
     head = 6 * shape[0] * shape[1] * config.block.hidden_size * config.vocabulary
     return layers + head * (phase == "train")
-
-
-def peak(device: Any) -> float:
-    """Returns the FLOP/s of products of bfloat16 by the data sheet; NaN if the GPU is not described."""
-    known = PEAKS.get(device.device_kind)
-    return float("nan") if known is None else dict(known.matrix_flops)["bf16"]

@@ -17,16 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from xlafuse.bench.block import BASELINE, WALL_SECONDS, batch_and_length
-from xlafuse.bench.candidates import checked, compiled, timed
+from xlafuse.bench.candidates import Chain, bytes_of, checked, compiled, timed
 from xlafuse.bench.environment import Sampler
 from xlafuse.bench.results import Problem, ShapeResult
-from xlafuse.bench.settings import ModelSettings
+from xlafuse.bench.settings import TORCH_MODES, ModelSettings
 from xlafuse.bench.timing import Candidate
 from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
 from xlafuse.strategies import get_strategy
 
 PHASES = ("forward", "train", "prefill", "decode")
-PEERS = ("torch_eager", "torch_compile", "torch_reduce_overhead")
 _ROOM = 64
 """Tokens that decoding may append before it starts over after the prompt."""
 _TOLERANCE = 0.1
@@ -34,23 +33,6 @@ _TOLERANCE = 0.1
 
 The bound only catches a program that computes something else.
 """
-
-
-class _Chain:
-    """Arguments of successive calls: a step's results replace the arguments that were donated to it.
-
-    peers: the arguments that the peers share.
-    """
-
-    def __init__(self, arguments: tuple[Any, ...], advance: Callable[[tuple[Any, ...], Any], tuple[Any, ...]]) -> None:
-        self.arguments = arguments
-        self.advance = advance
-        self.peers: Any = None
-
-    def call(self, step: Callable[..., Any]) -> Any:
-        result = step(*self.arguments)
-        self.arguments = self.advance(self.arguments, result)
-        return result
 
 
 def bench_model(item: str, settings: ModelSettings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:
@@ -80,12 +62,19 @@ def _bench_phase(
     sampler: Sampler | None,
 ) -> ShapeResult:
     def make(problems: list[Problem]) -> list[Candidate]:
-        chain = _chain(config, shape, phase, Decoder(config).params(jax.random.key(settings.seed)), settings.seed)
+        chain = _chain(config, shape, phase, settings.seed)
+        shared: list[Any] = []
 
         def of(name: str) -> tuple[Candidate, Any]:
             if name != BASELINE and time.time() > settings.until:
                 raise TimeoutError("not begun, the time was up")
-            return (_of_peer if name in PEERS else _of_strategy)(name, config, phase, chain)
+            if name not in TORCH_MODES:
+                return _of_strategy(name, config, phase, chain)
+            from xlafuse.bench.peers import torch_model
+
+            if not shared:
+                shared.append(torch_model.shared_state(config, phase, chain.arguments, _ROOM))
+            return torch_model.candidate(name, config, phase, chain.arguments, *shared)
 
         names = (BASELINE, *settings.strategies, *settings.peers)
         return checked({name: partial(of, name) for name in names}, problems, tolerance=_TOLERANCE)
@@ -96,12 +85,12 @@ def _bench_phase(
         op=f"{settings.model}, {config.layers} layers{', scanned' if config.is_scanned else ''}",
         phase=phase,
         spec=shape,
-        bytes=_bytes_of(jax.eval_shape(Decoder(config).params, jax.random.key(0))),
+        bytes=bytes_of(jax.eval_shape(Decoder(config).params, jax.random.key(0))),
     )
     return timed(result, make, settings, sampler, baseline=BASELINE, wall_seconds=WALL_SECONDS, tokens=tokens)
 
 
-def _of_strategy(name: str, config: DecoderConfig, phase: str, chain: _Chain) -> tuple[Candidate, Any]:
+def _of_strategy(name: str, config: DecoderConfig, phase: str, chain: Chain) -> tuple[Candidate, Any]:
     """Returns a strategy's candidate, and the result of its first call."""
     step, costs = _compiled(name, config, phase, chain.arguments)
     if phase == "train":  # a copy of weights and optimizer does not fit; losses hardly change
@@ -112,19 +101,6 @@ def _of_strategy(name: str, config: DecoderConfig, phase: str, chain: _Chain) ->
     return Candidate(name=name, kind="strategy", call=partial(chain.call, step), inputs=[()], costs=costs), found
 
 
-def _of_peer(name: str, config: DecoderConfig, phase: str, chain: _Chain) -> tuple[Candidate, Any]:
-    """Returns a peer's candidate, and the result of its first call."""
-    from xlafuse.bench.peers import torch_model
-
-    if chain.peers is None:
-        chain.peers = torch_model.shared_state(config, phase, chain.arguments, _ROOM)
-    return torch_model.candidate(name, config, phase, chain.arguments, chain.peers)
-
-
-def _bytes_of(tree: Any) -> int:
-    return sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(tree))
-
-
 def _positions(shape: str, phase: str) -> int:
     return batch_and_length(shape)[1] + (_ROOM if phase == "decode" else 0)
 
@@ -133,31 +109,40 @@ def _cache_length(prompt: int) -> int:
     return -(-(prompt + _ROOM) // _ROOM) * _ROOM
 
 
-def _chain(config: DecoderConfig, shape: str, phase: str, params: Any, seed: int) -> _Chain:
-    """Puts the arguments of a phase's first call on the device, with the rule by which a result updates them."""
+def _chain(config: DecoderConfig, shape: str, phase: str, seed: int) -> Chain:
+    """Returns the calls of a phase."""
     batch, length = batch_and_length(shape)
-    decoder = Decoder(config)
-    drawn = jax.random.randint(jax.random.key(seed + 1), (batch, length + 1), 0, config.vocabulary, jnp.int32)
-    tokens = drawn[:, :-1]
-    if phase == "forward":
-        return _Chain((params, tokens), lambda arguments, _: arguments)
-    if phase == "train":
-        state = jax.jit(_optimizer().init)(params)
-        return _Chain((params, state, drawn), lambda arguments, result: (*result[:2], arguments[2]))
-    cache = decoder.empty_cache(batch, _cache_length(length))
-    if phase == "prefill":
-        start = jnp.int32(0)
-        return _Chain((params, tokens, cache, start), lambda _, result: (params, tokens, result[1], start))
-    count = 0
+    appended = 0
+
+    def begin() -> tuple[Any, ...]:
+        decoder = Decoder(config)
+        params = decoder.params(jax.random.key(seed))
+        drawn = jax.random.randint(jax.random.key(seed + 1), (batch, length + 1), 0, config.vocabulary, jnp.int32)
+        tokens = drawn[:, :-1]
+        if phase == "forward":
+            return params, tokens
+        if phase == "train":
+            return params, jax.jit(_optimizer().init)(params), drawn
+        cache = decoder.empty_cache(batch, _cache_length(length))
+        if phase == "prefill":
+            return params, tokens, cache, jnp.int32(0)
+        cache = jax.jit(lambda cache: jax.tree.map(lambda each: each + 0.5, cache), donate_argnums=0)(cache)
+        return params, tokens[:, -1:], cache, jnp.int32(length)
 
     def append(arguments: tuple[Any, ...], result: Any) -> tuple[Any, ...]:
-        nonlocal count
-        count = (count + 1) % _ROOM
+        """Starts over after the prompt where the cache is full."""
+        nonlocal appended
+        appended = (appended + 1) % _ROOM
         token, cache, filled = result
-        return params, token, cache, filled if count else jnp.int32(length)
+        return arguments[0], token, cache, filled if appended else jnp.int32(length)
 
-    cache = jax.jit(lambda cache: jax.tree.map(lambda each: each + 0.5, cache), donate_argnums=0)(cache)
-    return _Chain((params, tokens[:, -1:], cache, jnp.int32(length)), append)
+    advance: dict[str, Callable[[tuple[Any, ...], Any], tuple[Any, ...]]] = {
+        "forward": lambda arguments, _: arguments,
+        "train": lambda arguments, result: (*result[:2], arguments[2]),
+        "prefill": lambda arguments, result: (*arguments[:2], result[1], arguments[3]),
+        "decode": append,
+    }
+    return Chain(begin, advance[phase])
 
 
 def _optimizer() -> Any:

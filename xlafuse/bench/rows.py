@@ -120,11 +120,10 @@ def is_bound_by_products(shape: ShapeResult) -> bool:
     return flops is not None and flops > RIDGE * shape.bytes
 
 
-def teraflops_per_second(shape: ShapeResult, name: str) -> float | None:
-    """Returns a candidate's TF/s; None if the operation has no matrix products or the candidate was not timed."""
+def teraflops_per_second(shape: ShapeResult, name: str) -> float:
+    """Returns a candidate's TF/s; NaN if the operation has no matrix products or the candidate was not timed."""
     flops = product_flops(shape)
-    timed = next((c.timing.median_us for c in shape.candidates if c.name == name), None)
-    return None if flops is None or timed is None else flops / timed / 1e6
+    return math.nan if flops is None else flops / shape.microseconds(name) / 1e6
 
 
 def rate(shape: ShapeResult, name: str) -> str:

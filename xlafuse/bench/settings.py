@@ -13,6 +13,14 @@ PHASES = ("forward", "backward")
 MODES = ("forward", "grad")
 """"grad" computes the outputs and the gradients, as a training step does."""
 
+TORCH_MODES = {
+    "torch_eager": None,
+    "torch_compile": "default",
+    "torch_reduce_overhead": "reduce-overhead",
+    "torch_max_autotune": "max-autotune",
+}
+"""Peers that run a whole model in PyTorch, and torch.compile's mode of each. The last two launch CUDA graphs."""
+
 Match = Annotated[
     str,
     typer.Option(
@@ -39,6 +47,11 @@ _Strategies = Annotated[
 _Preset = Annotated[
     str,
     typer.Option("--preset", metavar="NAME", help="llama3-8b, gpt2-medium, mixtral-8x7b, qwen3-30b-a3b, tiny."),
+]
+
+
+_TorchPeers = Annotated[
+    tuple[str, ...], typer.Option(metavar="A,B,C", help=f"The same model in PyTorch: {', '.join(TORCH_MODES)}.")
 ]
 
 
@@ -96,19 +109,13 @@ class BlockSettings(_Timed):
 class ModelSettings(_Timed):
     """Settings of the model benchmark.
 
-    peers: names from `xlafuse.bench.model.PEERS`.
     layers: replaces the model's number of layers.
     until: after it no strategy or peer is compiled, either.
     """
 
     model: _Preset = "llama3-8b"
     strategies: _Strategies = ("xla", "xla_cudnn", "best")
-    peers: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            metavar="A,B,C", help="The same model in PyTorch: torch_eager, torch_compile, torch_reduce_overhead."
-        ),
-    ] = ()
+    peers: _TorchPeers = ()
     layers: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Number of layers, instead of the model's own.")
     ] = None
@@ -122,7 +129,6 @@ class PublicSettings(_Timed):
     """Settings of the benchmark of public models.
 
     models: all if empty; see `xlafuse.bench.public.sources`.
-    peers: names from `xlafuse.bench.public.torch_process.PEERS`.
     layers: all that the published model has if None.
     size: "tiny" for tests.
     """
@@ -155,13 +161,7 @@ class PublicSettings(_Timed):
             "all allowances.",
         ),
     ] = ("xla", "fused", "fused_allowed")
-    peers: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            metavar="A,B,C",
-            help="The same model in PyTorch: torch_eager, torch_compile, torch_reduce_overhead, torch_max_autotune.",
-        ),
-    ] = ()
+    peers: _TorchPeers = ()
     layers: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="At most so many layers. Default: all of the model.")
     ] = None

@@ -74,7 +74,7 @@ def summary(results: Results) -> str:
             if not table:
                 continue
             share = geometric_mean([row.main.ceiling_share(row.ours) for row in memory])
-            rate = geometric_mean([teraflops_per_second(row.main, row.ours) or math.nan for row in compute])
+            rate = geometric_mean([teraflops_per_second(row.main, row.ours) for row in compute])
             others = [[row.speed_up(rival) for rival in rival_names([row])] for row in table]
             fastest = [min(found) for ratios in others if (found := [x for x in ratios if math.isfinite(x)])]
             by_memory = len(memory) > len(compute)
@@ -147,7 +147,7 @@ def _means_table(table: list[Row], *, are_products: bool = False) -> str:
     rivals = ["xla", *_ordered_rivals(table)]
     lines = []
     for op, phase, group in [*grouped(table), *([] if are_products else [("geometric mean", "", table)])]:
-        speeds = sorted(teraflops_per_second(row.main, row.ours) or math.nan for row in group)
+        speeds = sorted(teraflops_per_second(row.main, row.ours) for row in group)
         ends = dict.fromkeys(_number(speed, 0) for speed in (speeds[0], speeds[-1]))
         share = _percent(geometric_mean([row.main.ceiling_share(row.ours) for row in group]))
         means = (geometric_mean([row.speed_up(rival) for row in group]) for rival in rivals)
@@ -163,7 +163,7 @@ def _shapes_table(table: list[Row], *, are_products: bool = False) -> str:
     for row in table:
         shape, ours = row.main, row.ours
         speed = (
-            [_number(teraflops_per_second(shape, ours) or math.nan, 0)]
+            [_number(teraflops_per_second(shape, ours), 0)]
             if are_products
             else [_number(shape.gigabytes_per_second(ours), 0), _percent(shape.ceiling_share(ours))]
         )

@@ -214,17 +214,16 @@ class Turn:
         self._gpu_us += times
 
     def timing(self) -> Timing:
-        """Returns the median of the samples; of the wall clock where no kernel was timed."""
-        taken = self._gpu_us or self._wall_us
-        p20, median, p80 = np.percentile(taken, (20, 50, 80))
-        return Timing(
-            median_us=float(median),
-            p20_us=float(p20),
-            p80_us=float(p80),
-            wall_us=float(np.median(self._wall_us)),
-            kernels=self._kernels,
-            samples=len(taken),
-        )
+        """Returns the times of a call; see `timing_of`."""
+        return timing_of(self._wall_us, self._gpu_us, self._kernels)
+
+
+def timing_of(wall_us: Sequence[float], gpu_us: Sequence[float] = (), kernels: tuple[str, ...] = ()) -> Timing:
+    """Returns the median and percentiles of the samples; those of the wall clock where no kernel was timed."""
+    taken = gpu_us or wall_us
+    p20, median, p80 = map(float, np.percentile(taken, (20, 50, 80)))
+    wall = float(np.median(wall_us))
+    return Timing(median_us=median, p20_us=p20, p80_us=p80, wall_us=wall, kernels=kernels, samples=len(taken))
 
 
 def _by_calls(records: Sequence[tuple[str, float]], calls: int) -> tuple[tuple[str, ...], list[float]]:

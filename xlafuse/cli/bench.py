@@ -12,6 +12,7 @@ import typer
 from xlafuse.bench.settings import (
     MODES,
     PHASES,
+    TORCH_MODES,
     BlockSettings,
     ChoiceSettings,
     Match,
@@ -97,7 +98,7 @@ def _model(
 
     get_decoder(settings.model)
     cases = _cases(shapes, _checked("phase", names(phases), model.PHASES))
-    _under_strategies("model", cases, settings, output, model.PEERS, stall_seconds=300.0)
+    _under_strategies("model", cases, settings, output, TORCH_MODES, stall_seconds=560.0)
 
 
 def _public(settings: PublicSettings, output: Output) -> None:
@@ -109,7 +110,6 @@ def _public(settings: PublicSettings, output: Output) -> None:
     from xlafuse.bench.public.bench import ALLOWED
     from xlafuse.bench.public.phases import PHASES
     from xlafuse.bench.public.sources import MODELS
-    from xlafuse.bench.public.torch_process import PEERS
 
     if not settings.strategies:
         raise InputError("--strategies names none; its first is what the others are compared with, as in xla,fused")
@@ -124,7 +124,7 @@ def _public(settings: PublicSettings, output: Output) -> None:
         raise InputError(
             f"no model of --models has a phase of --phases; decode has {', '.join(PHASES['decode'].models)}"
         )
-    _under_strategies("public", cases, settings, output, PEERS, more=(ALLOWED,), stall_seconds=560.0)
+    _under_strategies("public", cases, settings, output, TORCH_MODES, more=(ALLOWED,), stall_seconds=560.0)
 
 
 def _mesh(

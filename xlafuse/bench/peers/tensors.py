@@ -55,39 +55,32 @@ def candidate(
 
     prepare: changes the arguments, outside the timing.
     """
-    return (_forward if phase == "forward" else _backward)(name, function, cases, prepare)
-
-
-def _forward(
-    name: str, function: Function, cases: Sequence[Case], prepare: Prepare
-) -> tuple[Candidate, dict[str, jax.Array]]:
-    """Returns the forward pass without gradients."""
+    torch.cuda.empty_cache()  # frees the last shape's memory, which JAX shares
+    given = [arguments_of(name, function, prepare(tensors(case.arguments))) for case in cases]
+    if phase == "backward":
+        return _backward(name, function, cases, given)
 
     def call(arguments):
         with torch.no_grad():
             return function(**arguments)
 
-    torch.cuda.empty_cache()  # frees the last shape's memory, which JAX shares
-    inputs = [(arguments_of(name, function, prepare(tensors(case.arguments))),) for case in cases]
-    candidate, results = candidate_of(name, call, inputs)
+    candidate, results = candidate_of(name, call, [(arguments,) for arguments in given])
     return candidate, {f"output {i}": to_jax(result) for i, result in enumerate(results)}
 
 
 def _backward(
-    name: str, function: Function, cases: Sequence[Case], prepare: Prepare
+    name: str, function: Function, cases: Sequence[Case], given: Sequence[dict[str, Any]]
 ) -> tuple[Candidate, dict[str, jax.Array]]:
-    """Returns the backward pass.
+    """Returns the backward pass of the function of the arguments `given`.
 
     It runs on the graph of one forward pass. If the benchmark times both passes together (`peers.is_joint`), it runs
     both. Gradients are taken of the differentiable arguments. A residual's gradient is left out where it equals the
     gradient of x or of the output, which is everywhere but after dropout.
     """
-    torch.cuda.empty_cache()
     left_out = () if cases[0].op.name == "dropout_residual_norm" else ("residual",)
     names = [name for name in cases[0].differentiable if name not in left_out]
     inputs = []
-    for case in cases:
-        arguments = arguments_of(name, function, prepare(tensors(case.arguments)))
+    for case, arguments in zip(cases, given, strict=True):
         leaves = [arguments[name].requires_grad_() for name in names]
         cotangents = [to_torch(cotangent) for cotangent in case.cotangents]
         outputs = None if is_joint(case) else function(**arguments)

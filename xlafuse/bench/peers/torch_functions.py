@@ -36,7 +36,7 @@ def linear(x, w, bias=None, activation=None, residual=None):
 
 
 def normalised(x, norm=None, norm_scale=None, norm_bias=None, mean_square=None, epsilon=1e-6):
-    """Returns the norm of x, for operations that fuse a norm and take its parameters as arguments."""
+    """Returns the norm of x, or x itself; operations that fuse a norm take its parameters as arguments."""
     if norm is None:
         return x
     scale = None if norm_scale is None else norm_scale.float()
@@ -122,17 +122,14 @@ def rotated(x, cosine, sine):
 def rms_norm(x, scale=None, residual=None, epsilon=1e-6):
     """See `pallas_kernels.rms_norm`."""
     total = x if residual is None else x + residual
-    scale = None if scale is None else scale.float()
-    y = F.rms_norm(total.float(), (x.shape[-1],), scale, epsilon).to(x.dtype)
+    y = normalised(total, "rms", scale, epsilon=epsilon)
     return (y,) if residual is None else (y, total)
 
 
 def layer_norm(x, scale=None, bias=None, residual=None, epsilon=1e-6):
     """See `pallas_kernels.layer_norm`."""
     total = x if residual is None else x + residual
-    scale = None if scale is None else scale.float()
-    bias = None if bias is None else bias.float()
-    y = F.layer_norm(total.float(), (x.shape[-1],), scale, bias, epsilon).to(x.dtype)
+    y = normalised(total, "layer", scale, bias, epsilon=epsilon)
     return (y,) if residual is None else (y, total)
 
 

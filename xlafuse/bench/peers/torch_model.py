@@ -21,15 +21,9 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportMissingIm
 
 from xlafuse.bench.peers.tensors import candidate_of, to_jax, to_torch
 from xlafuse.bench.peers.torch_block import Attend, block, tables_of, transposed
+from xlafuse.bench.settings import TORCH_MODES
 from xlafuse.bench.timing import Candidate
 from xlafuse.models.decoder import DecoderConfig
-
-COMPILE_MODES = {
-    "torch_eager": None,
-    "torch_compile": "default",
-    "torch_reduce_overhead": "reduce-overhead",
-}
-"""torch.compile's mode of each peer. The last one launches a CUDA graph."""
 
 
 @dataclass(kw_only=True)
@@ -95,7 +89,7 @@ def candidate(
         for mine, given in zip(_tensors(state.caches), jax.tree.leaves(_layers(config, arguments[2])), strict=True):
             mine.copy_(_heads_first(given))
         _begin_again(state)
-    compile_mode = COMPILE_MODES[name]
+    compile_mode = TORCH_MODES[name]
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, mode=compile_mode, dynamic=False, fullgraph=True) if compile_mode else function

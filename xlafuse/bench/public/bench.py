@@ -7,7 +7,6 @@ float32, computation is in bfloat16 where the model lets it. An NVIDIA GPU must 
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -19,14 +18,19 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from hlo_analysis.capture.worker import gpu_lock
 from xlafuse.bench.block import WALL_SECONDS
-from xlafuse.bench.candidates import MESSAGE_LENGTH, checked, compile_lowered, timed
+from xlafuse.bench.candidates import (
+    MESSAGE_LENGTH,
+    Chain,
+    bytes_of,
+    checked,
+    compile_lowered,
+    timed,
+    with_shares,
+)
 from xlafuse.bench.environment import Sampler
-from xlafuse.bench.mesh import peak
 from xlafuse.bench.public.flops import product_flops
 from xlafuse.bench.public.generation import Generation
 from xlafuse.bench.public.phases import PHASES, Phase
@@ -78,22 +82,17 @@ def bench_public(item: str, settings: PublicSettings, sampler: Sampler | None = 
         def make(problems: list[Problem]) -> list[Candidate]:
             makers = {each: partial(case.candidate, each, found) for each, found in programs.items()}
             makers |= {each: partial(_given, found) for each, found in peers.items()}
-            return checked(makers, problems, check_norms)
+            return checked(makers, problems, tolerance=_TOLERANCE)
 
         result = ShapeResult(op=name, phase=phase_name, spec=program.size, bytes=case.bytes, unit=model.unit)
         limits = {"baseline": settings.strategies[0], "wall_seconds": WALL_SECONDS}
         with gpu_lock({"kind": "attached"}, alone=True):
             tokens = phase.units(model, settings.size) * phase.steps
             result = timed(result, make, settings, sampler, tokens=tokens, **limits)
-    least_us = case.flops / peak(jax.devices()[0]) * 1e6
-    shares = {each.name: least_us / each.timing.wall_us for each in result.candidates}
-    known = {name: share if math.isfinite(share) else None for name, share in shares.items()}
+    result = with_shares(result, case.flops)
     yield replace(
         result,
-        candidates=tuple(
-            replace(each, timing=_of_a_step(each.timing, phase.steps), flops_share=known[each.name])
-            for each in result.candidates
-        ),
+        candidates=tuple(replace(each, timing=_of_a_step(each.timing, phase.steps)) for each in result.candidates),
         problems=tuple(replace(each, message=_without_folders(each.message, settings)) for each in result.problems),
     )
 
@@ -132,42 +131,15 @@ def _peer(torch: TorchProcess | Exception, name: str) -> tuple[Candidate, None]:
     return _given(torch).candidate(name), None
 
 
-def check_norms(found: dict[str, Any], expected: dict[str, Any], *, of: str) -> float:
-    """Checks the norm of the difference of all floating arrays of each result; returns the largest, as a share.
-
-    Raises:
-        AssertionError: it is over the tolerance, or not finite.
-    """
-    errors = {name: difference(found[name], expected[name]) for name in expected}
-    for name, error in errors.items():
-        if not error < _TOLERANCE:
-            raise AssertionError(f"{name}: off by {error:.3g} of its norm from {of}'s")
-    return max(errors.values())
-
-
-def difference(result: Any, expected: Any) -> float:
-    """Returns the norm of the difference of all floating arrays over the norm of what is expected."""
-    leaves = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
-    sums = [sums_of_squares(a, b) for a, b in leaves if jnp.issubdtype(a.dtype, jnp.floating)]
-    return float(np.sqrt(np.divide(*np.sum(np.asarray(sums, np.float64), axis=0))))
-
-
-@jax.jit
-def sums_of_squares(result: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the sums of the squares of the difference and of what is expected."""
-    result, expected = result.astype(jnp.float32), expected.astype(jnp.float32)
-    return jnp.sum((result - expected) ** 2), jnp.sum(expected**2)
-
-
 class _Case:
     """One phase of one model: its compiled strategies, and calls that feed their results back."""
 
     def __init__(self, program: Program | Generation, phase: Phase) -> None:
         self._phase, self._program = phase, program
         params = jax.eval_shape(program.init, jax.random.key(0))
-        self.bytes = sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(params))
+        self.bytes = bytes_of(params)
         self._shapes = jax.eval_shape(partial(phase.start, program), params)
-        self._arguments: tuple[Any, ...] | None = None
+        self._chain = Chain(self._first, phase.advance)
 
     def compiled(self, names: Sequence[str]) -> dict[str, Any]:
         """Returns a program and its costs by strategy, or the error; the programs compile at the same time."""
@@ -206,18 +178,12 @@ class _Case:
         """Returns a strategy's candidate with the results to compare."""
         program, costs = _given(found)
         if self._phase.donated:
-            self._arguments = None
-        result = self._phase.compared(self._call(program))
-        return Candidate(
-            name=name, kind="strategy", call=partial(self._call, program), inputs=[()], costs=costs
-        ), result
+            self._chain.begin_again()
+        call = partial(self._chain.call, program)
+        result = self._phase.compared(call())
+        return Candidate(name=name, kind="strategy", call=call, inputs=[()], costs=costs), result
 
-    def _call(self, program: Callable[..., Any]) -> Any:
-        """Calls a program with what the last call left, or as at first where that failed."""
-        given, self._arguments = self._arguments, None
-        if given is None:
-            params = jax.device_put(self._params, jax.devices()[0], may_alias=False)
-            given = self._phase.start(self._program, params)
-        result = program(*given)
-        self._arguments = self._phase.advance(given, result)
-        return result
+    def _first(self) -> tuple[Any, ...]:
+        """Makes the arguments of a first call."""
+        params = jax.device_put(self._params, jax.devices()[0], may_alias=False)
+        return self._phase.start(self._program, params)

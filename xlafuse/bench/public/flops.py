@@ -33,16 +33,7 @@ def _of_equation(equation: Any) -> int:
         if numbers is not None and set(numbers.lhs_ragged_dimensions) & set(contracted):  # each group sums its own rows
             return flops // equation.invars[2].aval.size
         return flops
-    inner = [_of_jaxpr(each) for each in _bodies(params)]
+    inner = [_of_jaxpr(each) for each in core.jaxprs_in_params(params)]
     if name == "cond":
         return max(inner)
     return sum(inner) * (params["length"] if name == "scan" else 1)  # a `while`: as if it ran once
-
-
-def _bodies(params: dict[str, Any]) -> list[core.Jaxpr]:
-    """Returns the programs among an equation's parameters."""
-    leaves = jax.tree.leaves(
-        list(params.values()), is_leaf=lambda each: isinstance(each, core.Jaxpr | core.ClosedJaxpr)
-    )
-    found = [each.jaxpr if isinstance(each, core.ClosedJaxpr) else each for each in leaves]
-    return [each for each in found if isinstance(each, core.Jaxpr)]

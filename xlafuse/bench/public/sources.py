@@ -38,8 +38,6 @@ MODELS = (
     PublicModel("s5", "lindermanlab/S5 3c18fdb, BatchClassificationModel", sizes.S5, s5, "images"),
     PublicModel("griffin", "recurrentgemma 1.0.1, Griffin", sizes.GRIFFIN, griffin),
     PublicModel("experts", "google-deepmind/gemma 7691fd4, Gemma 4, MoERagged", sizes.GEMMA4_EXPERTS, gemma4_experts),
-    PublicModel(
-        "evoformer", "google-deepmind/alphafold c77e5d2, EvoformerIteration", sizes.EVOFORMER, evoformer, "sequences"
-    ),
+    PublicModel("evoformer", _ALPHAFOLD, sizes.EVOFORMER, evoformer, "sequences"),
     PublicModel("e3nn", "e3nn-jax 0.21.0, e3nn/e3nn-jax 04e761c, examples/tetris_point", sizes.E3NN, e3nn, "molecules"),
 )

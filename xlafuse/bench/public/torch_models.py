@@ -9,14 +9,15 @@ installed; the models of JAX may have an older one.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,10 @@ import torch
 import transformers
 
 from xlafuse.bench.public import configs, sizes
+from xlafuse.bench.public.torch_process import TorchError
+from xlafuse.bench.settings import TORCH_MODES
 from xlafuse.bench.timing import Candidate, Turn
 
-MODES = {
-    "torch_eager": None,
-    "torch_compile": "default",
-    "torch_reduce_overhead": "reduce-overhead",
-    "torch_max_autotune": "max-autotune",
-}
-"""torch.compile's mode of each peer. The last two launch CUDA graphs."""
 UNSEEN = -100  # a label that has no loss
 DEVICE = "cuda"
 
@@ -281,7 +277,8 @@ class ProfiledTurn(Turn):
 
 def turn_of(model: Model | Decoding, name: str) -> tuple[ProfiledTurn, dict[str, Any]]:
     """Returns a peer that has run, with the seconds of its first call and its memory."""
-    call = model.call_of(MODES[name])
+    mode = TORCH_MODES[name]
+    call = model.call_of(mode)
     torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     call()
@@ -290,7 +287,7 @@ def turn_of(model: Model | Decoding, name: str) -> tuple[ProfiledTurn, dict[str,
     for _ in range(model.settles):
         call()
     wait()
-    costs = {"compile_seconds": seconds if MODES[name] else 0.0, "peak_bytes": torch.cuda.max_memory_allocated()}
+    costs = {"compile_seconds": seconds if mode else 0.0, "peak_bytes": torch.cuda.max_memory_allocated()}
     torch.cuda.empty_cache()  # what other processes need while they compile
     return ProfiledTurn(Candidate(name=name, kind="peer", call=call, inputs=[()], wait=wait)), costs
 
@@ -300,42 +297,32 @@ def wait(_: Any = None) -> None:
     torch.cuda.synchronize()
 
 
-def serve(lines: Any, reply: Callable[[Any], None]) -> None:
-    """Answers requests: first [model, phase, size, layers], then [peer, method of `Turn` or "make", *arguments].
+def serve(connection: Connection, name: str, phase: str, size: sizes.Size, layers: int | None) -> None:
+    """Makes a model and says so by None, then answers requests: (peer, method of `Turn` or "make", *arguments).
 
-    A reply is {"result": ...} or {"error": [type, message]}.
+    A `TorchError` in place of an answer has type and message of what was raised.
     """
     torch.set_float32_matmul_precision("high")
-    model: Any = None
+    make = partial(Decoding, name) if phase == "decode" else partial(Model, name, phase)
+    model = _attempt(make, size, layers)
+    is_made = not isinstance(model, TorchError)
+    connection.send(None if is_made else model)
     turns: dict[str, ProfiledTurn] = {}
-    for line in lines:
-        try:
-            name, *request = json.loads(line)
-            if model is None:
-                phase, *sized = request
-                result, model = None, Decoding(name, *sized) if phase == "decode" else Model(name, *request)
-            elif request == ["make"]:
-                turns[name], result = turn_of(model, name)
-            else:
-                method, *arguments = request
-                result = getattr(turns[name], method)(*arguments)
-                result = asdict(result) if method == "timing" else None
-            reply({"result": result})
-        except Exception as error:
-            reply({"error": [type(error).__name__, str(error)]})
-            torch.cuda.empty_cache()
+
+    def answer(peer: str, method: str, *arguments: Any) -> Any:
+        if method == "make":
+            turns[peer], costs = turn_of(model, peer)
+            return costs
+        return getattr(turns[peer], method)(*arguments)
+
+    with contextlib.suppress(EOFError):  # the other side has ended
+        while True:
+            connection.send(_attempt(answer, *connection.recv()))
 
 
-def main() -> None:
-    """Answers on standard output; what libraries print there goes to standard error."""
-    with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)
-
-        def reply(answer: Any) -> None:
-            print(json.dumps(answer), file=out, flush=True)
-
-        serve(sys.stdin, reply)
-
-
-if __name__ == "__main__":
-    main()
+def _attempt(make: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return make(*arguments)
+    except Exception as error:
+        torch.cuda.empty_cache()
+        return TorchError(f"{type(error).__name__}: {error}")

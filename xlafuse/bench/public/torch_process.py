@@ -7,27 +7,30 @@ go on. The peers share it, as their weights would not fit several times.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
-import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 from xlafuse.bench.timing import Candidate, Timing
 
-PEERS = ("torch_eager", "torch_compile", "torch_reduce_overhead", "torch_max_autotune")
 MODELS = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma", "umt5", "whisper", "siglip", "experts")
 """The models that PyTorch has, too: those of `torch_models.MODELS`."""
 _SECONDS = 400.0
 """The longest wait for an answer; max-autotune compiles for minutes."""
-_MODULE = "xlafuse.bench.public.torch_models"
 
 
 class TorchError(RuntimeError):
     """The process of PyTorch's models raised, ended or gave no answer in time."""
+
+
+def _serve(connection: Connection, *model: Any) -> None:
+    os.environ["USE_TORCH"] = "1"  # the models of JAX have transformers leave it out
+    from xlafuse.bench.public import torch_models
+
+    torch_models.serve(connection, *model)
 
 
 class TorchProcess:
@@ -43,23 +46,21 @@ class TorchProcess:
             raise NotImplementedError(f"PyTorch's {model} is not written here; there are {', '.join(MODELS)}")
         if find_spec("torch") is None:
             raise ModuleNotFoundError("PyTorch is not installed")
-        self._process: Any = subprocess.Popen(
-            [sys.executable, "-m", _MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "USE_TORCH": "1"},
-        )
+        context = get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, model, phase, size, layers))
+        self._process.start()
+        theirs.close()
         self._broken = ""
         self._loaded = False
-        self._send(model, phase, size, layers)
 
     def __enter__(self) -> TorchProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.join()
+        self._connection.close()
 
     def candidate(self, name: str) -> Candidate:
         """Compiles a peer and calls it; returns it with its costs.
@@ -80,35 +81,26 @@ class TorchProcess:
 
     def ask(self, *request: Any) -> Any:
         """Sends a request and waits for the answer; see `torch_models.serve`."""
-        self._send(*request)
-        return self._answer()
-
-    def _send(self, *request: Any) -> None:
         if self._broken:
             raise TorchError(self._broken)
         with contextlib.suppress(OSError):  # it has ended, as the missing answer says
-            print(json.dumps(request), file=self._process.stdin, flush=True)
+            self._connection.send(request)
+        return self._answer()
 
     def _answer(self) -> Any:
-        if self._broken:
-            raise TorchError(self._broken)
-        ready, _, _ = select.select([self._process.stdout], [], [], _SECONDS)
-        line = self._process.stdout.readline() if ready else ""
-        while line and not line.startswith("{"):  # what a library prints as it is imported
-            line = self._process.stdout.readline()
-        if not line:
-            if not ready:
-                self._process.kill()
-            code = self._process.wait()
-            ended = (
-                f"ended with exit code {code}; it says why above" if ready else f"gave no answer in {_SECONDS:.0f} s"
-            )
-            self._broken = f"PyTorch's process {ended}"
-            raise TorchError(self._broken)
-        answer = json.loads(line)
-        if "error" in answer:
-            raise TorchError(": ".join(answer["error"]))
-        return answer["result"]
+        ended = f"gave no answer in {_SECONDS:.0f} s"
+        try:
+            if self._connection.poll(_SECONDS):
+                answer = self._connection.recv()
+                if isinstance(answer, TorchError):
+                    raise answer
+                return answer
+            self._process.kill()
+        except (EOFError, OSError):
+            self._process.join()
+            ended = f"ended with exit code {self._process.exitcode}; it says why above"
+        self._broken = f"PyTorch's process {ended}"
+        raise TorchError(self._broken)
 
 
 @dataclass(frozen=True)
@@ -132,5 +124,4 @@ class TorchTurn:
 
     def timing(self) -> Timing:
         """Returns the times of a call."""
-        found = self.process.ask(self.name, "timing")
-        return Timing(**{**found, "kernels": tuple(found["kernels"])})
+        return self.process.ask(self.name, "timing")
