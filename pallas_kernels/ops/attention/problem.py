@@ -25,9 +25,11 @@ TWO_SIZES = frozenset({(192, 128)})
 _UNDERFLOW = 104
 """exp(-104) is 0 in float32."""
 _KEYS_TO_SKIP = 512
-"""The fewest queries and keys with which tiles are skipped and XLA averages for queries that see none, which passes over
-the output twice more. At 512 keys that takes the same time forward, and 25 % less with the gradient; 1 to 64 queries of
-1024 keys take 36 µs with it, and 20 to 24 without it (TUNING.md)."""
+"""The fewest queries and keys with which tiles are skipped and XLA averages for queries that see none.
+
+That passes over the output twice more. At 512 it takes the same time forward, and 25 % less with the gradient; 1 to 64
+queries of 1024 keys take 36 µs, and 20 to 24 without (TUNING.md).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
