@@ -31,6 +31,8 @@ XLA_FLAGS = (
 
 
 os.environ["HLO_ANALYSIS_STRICT"] = "1"  # a rule of the analyzer that raises fails the test
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of workers: two spin while they wait, 4 % of the kernels' tests
+gc.disable()  # until all is imported
 
 
 def _take_flags() -> None:
@@ -121,6 +123,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # a tenth of the time went into looking through what is imported for garbage
+    gc.enable()
     gc.set_threshold(20_000, 20, 50)  # and a twentieth into looking through jaxprs, which are kept
 
 
