@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import moved_arrays
 import pytest
 from forked_worker import popen
 from jax._src.lib import xla_client
@@ -50,7 +49,6 @@ if platform.machine() == "x86_64" and os.environ.get("JAX_PLATFORMS") == "cpu": 
 
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     jax.config.update("jax_disable_most_optimizations", True)  # of programs that run once; captures have their own
-    moved_arrays.extend()
 
 process.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": popen})  # see `forked_worker`
 

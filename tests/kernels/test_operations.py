@@ -22,7 +22,7 @@ IMPLEMENTATIONS = ("mosaic", "xla")
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 
-# test_interpreter_as_shipped.py has a whole or a ragged shape of each operation in each run.
+# test_interpreter_as_shipped.py has a whole and a ragged shape of each operation in each run.
 @pytest.mark.drawn(1 / 8, of_each="op")
 @pytest.mark.parametrize(("op", "spec"), CASES)
 def test_values_and_gradients(op, spec, seed):
