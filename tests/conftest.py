@@ -8,7 +8,6 @@ import platform
 import random
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +30,8 @@ XLA_FLAGS = (
 
 
 os.environ["HLO_ANALYSIS_STRICT"] = "1"  # a rule of the analyzer that raises fails the test
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of workers: two spin while they wait, 4 % of the kernels' tests
+gc.disable()  # until all is imported
 
 
 def _take_flags() -> None:
@@ -45,6 +46,9 @@ def _take_flags() -> None:
 
 if platform.machine() == "x86_64" and os.environ.get("JAX_PLATFORMS") == "cpu":  # beside a GPU it computes much
     _take_flags()
+
+if os.environ.get("JAX_PLATFORMS") == "cpu":
+    jax.config.update("jax_disable_most_optimizations", True)  # of programs that run once; captures have their own
 
 process.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": popen})  # see `forked_worker`
 
@@ -117,6 +121,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # a tenth of the time went into looking through what is imported for garbage
+    gc.enable()
+    gc.set_threshold(20_000, 20, 50)  # and a twentieth into looking through jaxprs, which are kept
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -150,11 +156,3 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return crashed
 
     return ByFileOrFolder(config, log)
-
-
-@pytest.fixture
-def quick_programs() -> Iterator[None]:
-    """For tests that compile many programs for the CPU, to run each once."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

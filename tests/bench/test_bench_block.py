@@ -24,8 +24,6 @@ from xlafuse.bench.text import result_lines, summary
 from xlafuse.models import BlockConfig, block_function, get_preset
 from xlafuse.strategies import get_strategy
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 SETTINGS = BlockSettings(preset="tiny", strategies=("xla", "pallas"), rounds=1, calls=2)
 SMALL = BlockConfig(
     name="small", hidden_size=16, mlp_size=24, num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32",

@@ -66,7 +66,7 @@ def with_stand_ins(wrong, fails=None):
     return dataclasses.replace(op, function=function)
 
 
-@pytest.mark.usefixtures("invented_times", "quick_programs")
+@pytest.mark.usefixtures("invented_times")
 @pytest.mark.parametrize("mode", MODES)
 def test_what_none_takes_is_timed_beside_all_that_can_be_named(mode, spec):
     result = bench_call(with_stand_ins(wrong="nothing"), spec, mode, SETTINGS)
@@ -80,7 +80,6 @@ def test_what_none_takes_is_timed_beside_all_that_can_be_named(mode, spec):
     assert result.bytes == (4 if mode == "forward" else 8) * 4 * 256 * 2
 
 
-@pytest.mark.usefixtures("quick_programs")
 def test_the_outputs_and_all_gradients_are_compared(spec):
     op = get_op("rms_norm")
     case = testing.make_case(op, spec, 0)
@@ -104,7 +103,7 @@ def test_what_is_but_rounding_is_held_to_the_largest():
         check_close((large, nothing + 3e-5), (large, nothing))
 
 
-@pytest.mark.usefixtures("invented_times", "quick_programs")
+@pytest.mark.usefixtures("invented_times")
 def test_what_cannot_run_here_is_named_and_the_others_go_on(spec):
     op = get_op("rms_norm")
     result = bench_call(op, spec, "forward", SETTINGS)
@@ -115,7 +114,7 @@ def test_what_cannot_run_here_is_named_and_the_others_go_on(spec):
     assert choice.is_measured(result)
 
 
-@pytest.mark.usefixtures("invented_times", "quick_programs")
+@pytest.mark.usefixtures("invented_times")
 @pytest.mark.parametrize("wrong", ["mosaic", None])
 def test_a_wrong_implementation_is_a_problem_and_not_timed(wrong, spec):
     result = bench_call(with_stand_ins(wrong, fails="triton"), spec, "forward", SETTINGS)
@@ -127,7 +126,7 @@ def test_a_wrong_implementation_is_a_problem_and_not_timed(wrong, spec):
     assert not choice.is_kept(results(result))
 
 
-@pytest.mark.usefixtures("interpreter", "invented_times", "quick_programs")
+@pytest.mark.usefixtures("interpreter", "invented_times")
 def test_xla_is_no_rival_where_it_takes_much_memory(monkeypatch, spec):
     monkeypatch.setattr(choice, "_MOST_TEMPORARY_BYTES", -1)
     result = bench_call(get_op("rms_norm"), spec, "forward", SETTINGS)

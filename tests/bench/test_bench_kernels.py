@@ -30,8 +30,6 @@ from xlafuse.bench.text import result_lines
 from xlafuse.bench.timing import Candidate
 from xlafuse.errors import UnknownNameError
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 SETTINGS = Settings(rounds=1, calls=2)
 
 

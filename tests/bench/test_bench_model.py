@@ -15,8 +15,6 @@ from xlafuse.models import BlockConfig
 from xlafuse.models.decoder import PRESETS, Decoder, DecoderConfig
 from xlafuse.strategies import Strategy
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 SETTINGS = ModelSettings(model="tiny", strategies=("xla", "other"), layers=1, rounds=1, calls=2)
 
 

@@ -18,8 +18,6 @@ from xlafuse.bench import kernels, peers
 from xlafuse.bench.candidates import check_close
 from xlafuse.bench.kernels import _peers, _peers_results
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 
 @pytest.fixture(autouse=True)
 def _torch(monkeypatch):

@@ -13,11 +13,6 @@ from xlafuse.fusion import Report
 from xlafuse.numerics import judge
 
 
-@pytest.fixture(autouse=True)
-def in_all_tests(quick_programs):
-    """What the whole folder needs."""
-
-
 @pytest.fixture
 def sites():
     """The operations that `fuse` calls for a function of arguments, whose results are checked."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -57,6 +58,8 @@ def prepare() -> None:
     """For a process that only compiles: no GPU, and Mosaic GPU prints PTX and what ptxas says."""
     os.environ.update({"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"})
     jax.config.update("jax_platforms", "cpu")
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)  # else a tenth of the time goes into looking through jaxprs, which are kept
 
 
 def waits(ptxas: str) -> tuple[str, ...]:

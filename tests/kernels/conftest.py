@@ -34,11 +34,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[place] = item
 
 
-@pytest.fixture(autouse=True)
-def in_all_tests(quick_programs):
-    """What the whole folder needs."""
-
-
 @pytest.fixture
 def seed() -> int:
     """Fresh for every test; every failure message prints it."""

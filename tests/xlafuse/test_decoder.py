@@ -19,8 +19,6 @@ from xlafuse.models import BlockConfig
 from xlafuse.models.decoder import Decoder, DecoderConfig, get_decoder
 from xlafuse.strategies import get_strategy
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 SMALL = BlockConfig(
     name="small",
     hidden_size=64,

@@ -16,8 +16,6 @@ from hlo_analysis.targets import load_target
 from pallas_kernels import recorded_choices
 from xlafuse.numerics import judge
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 BATCH, QUERIES, KEYS, HEADS, KEY_HEADS, SIZE = 3, 10, 12, 4, 2, 8
 
 

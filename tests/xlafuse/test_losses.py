@@ -10,8 +10,6 @@ import pytest
 from pallas_kernels import recorded_choices
 from xlafuse.losses import softmax_cross_entropy_with_integer_labels
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 GENERATOR = np.random.default_rng(0)
 LOGITS = 3 * GENERATOR.standard_normal((4, 5, 12)).astype(np.float32)
 LABELS = GENERATOR.integers(0, 12, (4, 5)).astype(np.int32)

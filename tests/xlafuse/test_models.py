@@ -21,8 +21,6 @@ from xlafuse.models import PRESETS, BlockConfig, FusionPlan, TransformerBlock, b
 from xlafuse.models.functional import initial_params
 from xlafuse.strategies import get_strategy
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 LLAMA = BlockConfig(name="llama", hidden_size=24, mlp_size=40, num_heads=4, num_kv_heads=2, head_dim=6)
 GPT2 = BlockConfig(
     name="gpt2",

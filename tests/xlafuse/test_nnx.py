@@ -16,8 +16,6 @@ import xlafuse
 from pallas_kernels import recorded_choices
 from xlafuse.numerics import judge
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 FEATURES = 24
 NORMAL = nnx.initializers.normal(1.0)
 NORMS = ["RMSNorm", "LayerNorm", "BatchNorm"]

@@ -16,8 +16,6 @@ from xlafuse.models import FusionPlan, get_preset
 from xlafuse.numerics import check_plans, isolate, judge, reduced
 from xlafuse.strategies import get_strategy
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 EPS = float(jnp.finfo(jnp.bfloat16).eps)
 
 
