@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from xlafuse.bench.public.torch_process import TorchError
 from xlafuse.bench.timing import timing_of
 
 
@@ -14,7 +13,7 @@ def serve(connection, *_):
         peer, method, *_ = connection.recv()
         match peer, method:
             case "torch_eager", "make":
-                connection.send(TorchError("OutOfMemoryError: too large"))
+                connection.send(RuntimeError("OutOfMemoryError: too large"))
             case "torch_compile", "make":
                 connection.send({"compile_seconds": 3.0, "peak_bytes": 7})
             case "torch_compile", "timing":

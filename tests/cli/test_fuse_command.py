@@ -127,6 +127,7 @@ def fused(invoke):
 
 
 ROWS, SCALE = ("--shape", "bf16[8,256]"), ("--shape", "f32[256]")
+MANY_ROWS = ("--shape", "bf16[1024,256]")
 ALL = ("--ops", "rms_norm,softmax")
 """Takes sites also where XLA fuses them with their neighbours."""
 
@@ -171,7 +172,7 @@ def test_refusals_with_line_and_difference(invoke, fused):
     assert "near: 0 sites taken, 1 refused" in result.stdout
     assert "fused_model.py:33: no rms_norm: " in result.stdout and "in bfloat16" in result.stdout
     assert [
-        each["operation"] for each in fused("near", *ROWS, "--shape", "bf16[256]", "--allow", "rounding")["taken"]
+        each["operation"] for each in fused("near", *MANY_ROWS, "--shape", "bf16[256]", "--allow", "rounding")["taken"]
     ] == ["rms_norm"]
 
 
@@ -196,7 +197,7 @@ def test_jitted_helpers_that_are_called_twice(fused):
 
 
 def test_bodies_of_loops(fused):
-    found = fused("scanned", "--shape", "bf16[8,256]", "--shape", "f32[3,256]")
+    found = fused("scanned", *MANY_ROWS, "--shape", "f32[3,256]")
     assert found["taken"][0]["where"] == "fused_model.py:9"
 
 

@@ -185,7 +185,7 @@ class _Neighbours:
         if _is_activated(site):
             return self._activation_reason(site)
         if _bytes(site) < _LAUNCH_BYTES:
-            return "a kernel of so few bytes takes as long as a launch, and XLA fuses it with its neighbors"
+            return "a kernel of so few bytes takes as long as a launch, and XLA fuses it with its neighbours"
         if site.operation == "rope":
             return None
         producer = behind(site.arrays["x"].value) if site.operation == "bias_activation" else None

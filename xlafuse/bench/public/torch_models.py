@@ -25,7 +25,6 @@ import torch
 import transformers
 
 from xlafuse.bench.public import configs, sizes
-from xlafuse.bench.public.torch_process import TorchError
 from xlafuse.bench.settings import TORCH_MODES
 from xlafuse.bench.timing import Candidate, Turn
 
@@ -300,12 +299,12 @@ def wait(_: Any = None) -> None:
 def serve(connection: Connection, name: str, phase: str, size: sizes.Size, layers: int | None) -> None:
     """Makes a model and says so by None, then answers requests: (peer, method of `Turn` or "make", *arguments).
 
-    A `TorchError` in place of an answer has type and message of what was raised.
+    A `RuntimeError` in place of an answer has type and message of what was raised.
     """
     torch.set_float32_matmul_precision("high")
     make = partial(Decoding, name) if phase == "decode" else partial(Model, name, phase)
     model = _attempt(make, size, layers)
-    is_made = not isinstance(model, TorchError)
+    is_made = not isinstance(model, RuntimeError)
     connection.send(None if is_made else model)
     turns: dict[str, ProfiledTurn] = {}
 
@@ -325,4 +324,4 @@ def _attempt(make: Callable[..., Any], *arguments: Any) -> Any:
         return make(*arguments)
     except Exception as error:
         torch.cuda.empty_cache()
-        return TorchError(f"{type(error).__name__}: {error}")
+        return RuntimeError(f"{type(error).__name__}: {error}")

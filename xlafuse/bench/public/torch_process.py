@@ -92,8 +92,8 @@ class TorchProcess:
         try:
             if self._connection.poll(_SECONDS):
                 answer = self._connection.recv()
-                if isinstance(answer, TorchError):
-                    raise answer
+                if isinstance(answer, RuntimeError):
+                    raise TorchError(*answer.args)
                 return answer
             self._process.kill()
         except (EOFError, OSError):
