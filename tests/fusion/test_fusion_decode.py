@@ -143,6 +143,10 @@ def test_what_hides_little_is_attention(sites):
     assert sites(fn, QUERY, KEY, VALUE, LENGTHS) == ["attention"]
 
 
+def test_one_query_that_sees_all_keys_is_left(sites):
+    assert sites(lambda *arrays: attend(*arrays, jnp.asarray(True)), QUERY, KEY, VALUE) == ["softmax"]
+
+
 def test_several_queries_are_attention(sites):
     query = normal((BATCH, 3, HEADS, SIZE))
 

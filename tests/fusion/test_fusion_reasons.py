@@ -340,6 +340,21 @@ def test_a_value_that_others_read_is_named():
     ), str(report)
 
 
+@pytest.mark.parametrize(("rows", "taken"), [(8, []), (4096, ["rms_norm", "rope"])])
+def test_norms_and_rotations_of_a_token_are_left(rows: int, taken: list[str]) -> None:
+    def fn(x, scale, query, angles):
+        halves = jnp.split(query.astype(F32), 2, axis=-1)
+        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+        rotated = halves[0] * cos - halves[1] * sin, halves[1] * cos + halves[0] * sin
+        return rms(x, scale).astype(BF16), jnp.concatenate(rotated, -1).astype(BF16)
+
+    shapes = struct(rows, FEATURES), WIDE_SCALE, struct(1, rows, HEADS, SIZE), struct(rows, SIZE // 2, dtype=F32)
+    report = reported(fn, *shapes)
+    assert sorted(site.operation for site in report.taken) == taken
+    reasons = [site.reason for site in report.refused]
+    assert len(reasons) == 2 - len(taken) and all("takes as long as a launch" in each for each in reasons)
+
+
 @pytest.mark.parametrize("target", ["h200", "a100"])
 def test_what_the_operation_leaves_to_xla_is_never_taken(target: str):
     told: list[Report] = []
