@@ -101,6 +101,14 @@ def test_what_is_taken_unasked():
     assert kernels(gradient, *many) == {"attention"}
 
 
+def test_one_query_behind_a_mask_takes_the_kernel_if_its_groups_fill_a_gpu():
+    mask = {"mask": jnp.ones((1, 1, 1, 512), jnp.bool_)}
+    assert preferred(described(**mask), 64) == ()
+    assert preferred(described(batch=32, **mask), 64) == ("mosaic",)
+    assert preferred(described(), 64) == ("mosaic",)  # the kernel of decoding
+    assert preferred(described(queries=2, **mask), 64) == ("mosaic",)
+
+
 LLAMA = {"heads": 32, "key_heads": 8, "size": 128, "is_causal": True}
 VIT = {"heads": 12, "key_heads": 12, "size": 64}
 GEMMA = {"heads": 16, "key_heads": 4, "size": 256, "is_causal": True}

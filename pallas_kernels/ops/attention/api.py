@@ -108,8 +108,9 @@ def attention(
             queries they took longer than those of "mosaic", which needed 11 % less time with a causal mask and 3 % less
             without.
             "xla": always runs.
-            None: "mosaic" if it can run, else "xla". Also "xla" for one token that sees itself, and for heads
-            of fewer than 32 features. For NVIDIA's other GPUs, pass ("mosaic", "cudnn", "xla").
+            None: "mosaic" if it can run, else "xla". Also "xla" for one token that sees itself, for heads of fewer than
+            32 features, and for one query that does not see all keys, with fewer than 64 key heads of all batch
+            entries. For NVIDIA's other GPUs, pass ("mosaic", "cudnn", "xla").
 
     Returns:
         out, (batch, queries, heads, value's head size), of query's dtype. With `return_residuals`, the pair (out, lse):

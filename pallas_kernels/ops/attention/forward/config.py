@@ -7,6 +7,7 @@ from functools import partial
 
 from pallas_kernels import tuning
 from pallas_kernels.ops.attention.cost import cheapest, launch_cost
+from pallas_kernels.ops.attention.few_queries import decodes
 from pallas_kernels.ops.attention.launch import MORE_FOR_PRODUCER, REGISTERS
 from pallas_kernels.ops.attention.problem import Problem
 from pallas_kernels.primitives.platform import target_device
@@ -22,6 +23,11 @@ _LEAST_SIZE = 32
 """Smaller heads take XLA: more than half of a padded tile would be zeros.
 
 Heads of 40 in tiles of 64, 8x32x12x40 bf16: 2.6 µs forward (H200); XLA 13.0 (H100).
+"""
+_LEAST_GROUPS = 64
+"""With fewer key heads of all sequences, one query takes XLA, or the decoding kernel, which splits keys.
+
+8 groups of 8192 masked keys take 108 µs where XLA takes 21, and 64 groups of 1024 take 20 where XLA takes 35.
 """
 _KEYS_OF_TURNS = 1024
 """Up to so many keys, all visible and in whole tiles, warpgroups take turns."""
@@ -177,5 +183,7 @@ def preferred(problem: Problem, head_size: int) -> tuple[str, ...]:
 
     A single key has weights of one, for which XLA has two short kernels. head_size: of the arrays.
     """
-    untuned = () if problem.masking.keys == 1 or head_size < _LEAST_SIZE else ("mosaic",)
+    is_idle = problem.masking.queries == 1 and problem.batch * problem.key_heads < _LEAST_GROUPS
+    is_left = problem.masking.keys == 1 or head_size < _LEAST_SIZE or (is_idle and not decodes(problem))
+    untuned = () if is_left else ("mosaic",)
     return tuple(tuning.implementations("attention", known(problem), untuned=untuned))
