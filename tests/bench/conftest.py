@@ -23,7 +23,7 @@ def spec() -> ArgSpec:
 
 @pytest.fixture(autouse=True)
 def _no_warm_up(monkeypatch):
-    """Candidates take turns at once."""
+    """Skips the warm-up before candidates take turns."""
     monkeypatch.setattr(candidates, "time_candidates", partial(timing.time_candidates, warm_up_seconds=(0.0, 0.0)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,19 @@ def test_a_call_of_decoding_generates_tokens_after_the_same_prompt(monkeypatch):
     for shape, tokens, length in found:
         assert (shape, tokens.shape, length) == ((8, 1), (8, ROOM), 1024 - ROOM)
     assert np.any(found[0][1] != found[0][1][:, :1])
+
+
+def test_a_loop_generates_the_tokens_of_its_steps_at_every_call():
+    made = _generation(Path(), jnp.float32, replace(SIZES, length=2 * ROOM))
+    params = made.init(jax.random.key(0))
+    token, cache = made.prompted(params)
+    generate = jax.jit(made.generating(made.step))
+    found, after = generate(params, token, cache)
+    again, _ = generate(params, token, after)
+    np.testing.assert_array_equal(again, found)
+    for place in range(ROOM):
+        token, cache = jax.jit(made.step)(params, token, cache)
+        np.testing.assert_array_equal(found[:, place], token[:, 0])
 
 
 def test_decoding_compares_what_the_first_step_writes():

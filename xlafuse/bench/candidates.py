@@ -147,7 +147,7 @@ def timed(
 
 
 def with_shares(result: ShapeResult, flops: float) -> ShapeResult:
-    """Adds each candidate's share of the peak; none on a GPU that is not described. flops: of a call on one GPU."""
+    """Adds each candidate's MFU, where the GPU's peak is known. flops: of a call on one GPU."""
     least_us = flops / peak(jax.devices()[0]) * 1e6
     if math.isnan(least_us):
         return result
@@ -162,7 +162,7 @@ def peak(device: Any) -> float:
 
 
 class Chain:
-    """Arguments that the calls of all candidates share: the results of one call are donated to the next.
+    """The arguments that all candidates share: each call updates them, and may donate them.
 
     begin: makes the arguments of the first call, and of the call after one that failed.
     advance: makes the next call's arguments of the last call's arguments and results.

@@ -219,7 +219,7 @@ class Turn:
 
 
 def timing_of(wall_us: Sequence[float], gpu_us: Sequence[float] = (), kernels: tuple[str, ...] = ()) -> Timing:
-    """Returns the median and percentiles of the samples; those of the wall clock where no kernel was timed."""
+    """Summarizes samples of GPU times, or of the wall clock where there are none."""
     taken = gpu_us or wall_us
     p20, median, p80 = map(float, np.percentile(taken, (20, 50, 80)))
     wall = float(np.median(wall_us))

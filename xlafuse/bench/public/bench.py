@@ -98,7 +98,7 @@ def bench_public(item: str, settings: PublicSettings, sampler: Sampler | None = 
 
 
 def _of_a_step(timing: Timing, steps: int) -> Timing:
-    """Returns the times of one of so many equal steps of a call."""
+    """Returns the times of one step of a call that makes several."""
     names = ("median_us", "p20_us", "p80_us", "wall_us")
     times = {name: getattr(timing, name) / steps for name in names}
     return replace(timing, kernels=timing.kernels[: -(-len(timing.kernels) // steps)], **times)
