@@ -82,7 +82,7 @@ def commit() -> str:
 
 
 def gpu_state() -> dict[str, str]:
-    """Returns the driver, clocks, power and temperature of the first GPU, from nvidia-smi; empty without it."""
+    """Returns the driver, clocks, power and temperature of this process's first GPU, from nvidia-smi, or nothing."""
     words = _words_of(_nvidia_smi(_QUERY))
     values = [word.strip() for word in words.split(",")] if words else []
     if len(values) != len(_QUERY):
@@ -91,8 +91,9 @@ def gpu_state() -> dict[str, str]:
 
 
 def _nvidia_smi(quantities: Iterable[str]) -> list[str]:
-    """Returns the command that prints quantities of the first GPU in a line."""
-    return ["nvidia-smi", f"--query-gpu={','.join(quantities)}", "--format=csv,noheader,nounits", "--id=0"]
+    """Returns the command that prints quantities of this process's first GPU in a line."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    return ["nvidia-smi", f"--query-gpu={','.join(quantities)}", "--format=csv,noheader,nounits", f"--id={first}"]
 
 
 def _words_of(command: Sequence[str]) -> str:
