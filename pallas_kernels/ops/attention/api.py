@@ -109,7 +109,7 @@ def attention(
             without.
             "xla": always runs.
             None: "mosaic" if it can run, else "xla". Also "xla" for one token that sees itself, for heads of fewer than
-            32 features, and for one query that does not see all keys, with fewer than 64 key heads of all batch
+            32 features, and for one query that does not see all keys, with fewer than 32 key heads of all batch
             entries. For NVIDIA's other GPUs, pass ("mosaic", "cudnn", "xla").
 
     Returns:

@@ -21,6 +21,8 @@ from pallas_kernels.primitives.operation import operation
 from pallas_kernels.primitives.platform import mosaic_gpu_unsupported
 from pallas_kernels.primitives.rows import THREADS
 
+_FIELDS_BY_XLA = 40
+"""Up to so many fields XLA is faster forward: the kernel computes all products of 64 rows."""
 MOST_FEATURES = 512
 """The largest vector size: 64 vectors of it take 64 KiB of shared memory."""
 
@@ -45,7 +47,7 @@ def dot_interaction(
             "mosaic": Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; bfloat16 and float16, at
             most 64 fields, at least 128 pairs (17 fields), and a size that is a multiple of 16 and at most 512.
             "xla": always runs.
-            None: "mosaic" if it can run, else "xla". Up to 32 fields "xla" forward, and "mosaic" for the gradient.
+            None: "mosaic" if it can run, else "xla". Up to 40 fields "xla" forward, and "mosaic" for the gradient.
 
     Returns:
         y, (..., pairs), of the dtype of features: the lower triangle, row after row.
@@ -69,8 +71,9 @@ def dot_interaction(
         return reference(features)
     samples = features.reshape(-1, *features.shape[-2:])
     # On an H200, µs of the forward kernel and of XLA: 3483x16x128 18.9 and 11.1, 8448x27x64 37.8 and 31.1, 14128x17x64
-    # 52.5 and 30.6; of the rest of the gradient 50.4 and 56.4, 97.4 and 122.9 for the first two.
-    by_xla = implementation is None and samples.shape[1] <= ROWS // 2
+    # 52.5 and 30.6, 8192x40x128 67.3 and 54.3, 8192x48x64 58.9 and 58.2, 8192x48x256 93.2 and 106.7; of the rest of the
+    # gradient 50.4 and 56.4, 97.4 and 122.9 for the first two.
+    by_xla = implementation is None and samples.shape[1] <= _FIELDS_BY_XLA
     forward, backward = (
         partial(each, has_diagonal=self_interaction) for each in (dot_interaction_forward, dot_interaction_backward)
     )

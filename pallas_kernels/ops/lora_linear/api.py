@@ -64,7 +64,8 @@ def lora_linear(
             at most 64 it is one kernel, whose blocks wait for each other by semaphores that another launch clears
             before it; otherwise it is XLA's product x @ a and one kernel.
             "xla": always runs.
-            None: "mosaic" for 2048 rows or more if it can run, else "xla".
+            None: "mosaic" if it can run for 2048 rows or more, and where it is one kernel if features are at most twice
+                the outputs; else "xla".
 
     Returns:
         y, (..., outputs), of x's dtype.

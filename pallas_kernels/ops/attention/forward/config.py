@@ -24,10 +24,11 @@ _LEAST_SIZE = 32
 
 Heads of 40 in tiles of 64, 8x32x12x40 bf16: 2.6 µs forward (H200); XLA 13.0 (H100).
 """
-_LEAST_GROUPS = 64
+_LEAST_GROUPS = 32
 """With fewer key heads of all sequences, one query takes XLA, or the decoding kernel, which splits keys.
 
-8 groups of 8192 masked keys take 108 µs where XLA takes 21, and 64 groups of 1024 take 20 where XLA takes 35.
+8 groups of 1024 and 8192 masked keys take 18 and 108 µs where XLA takes 10 and 21, 32 groups of 1024 and 4096 take 20
+and 63 where XLA takes 25 and 72.
 """
 _KEYS_OF_TURNS = 1024
 """Up to so many keys, all visible and in whole tiles, warpgroups take turns."""
