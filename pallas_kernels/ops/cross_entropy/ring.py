@@ -79,6 +79,7 @@ class Pieces:
     def _load(self, ref) -> jax.Array:
         if is_interpreted():  # the interpreter has no reshaped references and needs no layouts
             return ref[...].reshape(self.shape)
+        # Its layout follows from that of what it is added to: a cast of each would take 0.6 s more to lower.
         return plgpu.load(ref.reshape(self.shape), optimized=False)
 
 
