@@ -50,28 +50,25 @@ class Search:
         self.fitting: dict[str, set[Equation]] = {}
         self._primitives: dict[Value, frozenset[str]] = {}
         self._repeats = Repeats(graph)
-        self._found: dict[tuple[Spelling, Value], Site] = {}
-        values = [value for equation in graph.equations for value in equation.outputs]
-        self._by_root: dict[str, list[Value]] = {}
-        for value in values:
-            self._by_root.setdefault(value.primitive, []).append(value)
+        self._by_root: dict[str, list[tuple[Value, Value | None]]] = {}
+        for value in (value for equation in graph.equations for value in equation.outputs):
+            self._by_root.setdefault(value.primitive, []).append((value, self._repeats.first_alike(value)))
 
     def sites(self, spelling: Spelling) -> Iterator[Site]:
-        """Yields all sites of a spelling, whether or not they overlap."""
+        """Yields all sites of a spelling, whether or not they overlap; in repeated layers the first one's, moved."""
+        found: dict[Value, Site] = {}
         for primitive in sorted(spelling.roots):
-            for value in self._by_root.get(primitive, ()):
-                found = self._first_site(spelling, value)
-                if found is not None:
-                    self._found[spelling, value] = found
-                    yield found
+            for value, first in self._by_root.get(primitive, ()):
+                if first is not None and first not in found:
+                    continue
+                moved = None if first is None else self._repeats.moved(found[first], value)
+                site = moved or self._first_site(spelling, value)
+                if site is not None:
+                    found[value] = site
+                    yield site
 
     def _first_site(self, spelling: Spelling, value: Value) -> Site | None:
-        """Returns the site of a value; in repeated layers that of the layer searched, moved to it."""
-        if (first := self._repeats.first_alike(value)) is not None:
-            site = self._found.get((spelling, first))
-            moved = None if site is None else self._repeats.moved(site, value)
-            if site is None or moved is not None:
-                return moved
+        """Returns the site of the first proposal that fits a value."""
         if not self._has_needs(spelling, value):
             return None
         sites = (self._site(spelling, value, proposal) for proposal in spelling.propose(value))

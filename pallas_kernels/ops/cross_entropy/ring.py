@@ -57,13 +57,12 @@ class Pieces:
 
     def access_numbers(self) -> jax.Array:
         """Returns the number of each element's access in its piece."""
-        warp, lane = (plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=self.layout) for axis in (0, 1))
-        return warp * WARP_LANES + lane
+        warp = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
+        return warp * WARP_LANES + lax.broadcasted_iota(jnp.int32, self.shape, 1)
 
     def value_numbers(self) -> jax.Array:
         """Returns the position of each element in its piece."""
-        neighbour = plgpu.broadcasted_iota(jnp.int32, self.shape, 2, layout=self.layout)
-        return self.access_numbers() * self.vector + neighbour
+        return self.access_numbers() * self.vector + lax.broadcasted_iota(jnp.int32, self.shape, 2)
 
     def read(self, ref) -> RowValues:
         """Reads the pieces of a chunk, an (accesses, vector) reference."""
@@ -80,7 +79,8 @@ class Pieces:
     def _load(self, ref) -> jax.Array:
         if is_interpreted():  # the interpreter has no reshaped references and needs no layouts
             return ref[...].reshape(self.shape)
-        return plgpu.load(ref.reshape(self.shape), layout=self.layout, optimized=False)
+        # Its layout follows from that of what it is added to: a cast of each would take 0.6 s more to lower.
+        return plgpu.load(ref.reshape(self.shape), optimized=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,8 @@ def _losses(value: Value, *, is_total: bool = False) -> Iterator[Proposal]:
         return
     shape = value.shape[:-1] if value.primitive == "gather" and value.shape[-1:] == (1,) else value.shape
     shape = rows.shape[:-1] if is_total else shape
+    if shape == rows.shape:  # a number for each logit, as in a softmax
+        return
     arrays = {
         "logits": jax.ShapeDtypeStruct((*shape, _vocabulary(rows)), rows.dtype),
         "labels": jax.ShapeDtypeStruct(shape, jnp.int32),

@@ -69,9 +69,11 @@ def _products(
     equation = product_before(value)
     if equation is None or equation.params["dimension_numbers"][1] != ((), ()):
         return
-    depth = depth_of(equation)
+    depth, (product,) = depth_of(equation), equation.outputs
+    free = math.prod(equation.inputs[0].shape) // depth
+    sizes = {free, math.prod(product.shape) // free} if math.prod(product.shape) == math.prod(value.shape) else None
     for rows, columns, order in layouts(value):
-        if not rows or (math.prod(rows) == 1 and len(rows) > 1):
+        if not rows or (math.prod(rows) == 1 and len(rows) > 1) or (sizes is not None and columns not in sizes):
             continue
         arrays = {"x": struct(value, *rows, depth), **dict.fromkeys(weights, struct(value, depth, columns))}
         arrays |= dict.fromkeys(biases, struct(value, columns, dtype=jnp.float32 if wide else None))

@@ -36,10 +36,9 @@ def _rotated(
     size = x.shape[-1]
 
     def pairs(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-        if interleaved:
-            first, second = (jax.lax.slice_in_dim(array, k, size - 1 + k, 2, axis=3) for k in range(2))
-            return first, second
-        return array[..., : size // 2], array[..., size // 2 :]
+        half, stride = (1, 2) if interleaved else (size // 2, 1)
+        first, second = (jax.lax.slice_in_dim(array, at, size - half + at, stride, axis=3) for at in (0, half))
+        return first, second
 
     first, second = pairs(x if narrow else x.astype(wide(x.dtype)))
     tables = cos[:, :, None], sin[:, :, None]
