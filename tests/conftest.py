@@ -49,7 +49,6 @@ if platform.machine() == "x86_64" and os.environ.get("JAX_PLATFORMS") == "cpu": 
 
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     jax.config.update("jax_disable_most_optimizations", True)  # of programs that run once; captures have their own
-    jax.config.update("jax_enable_compilation_cache", False)  # else each program gets a key though none is kept: 3 %
 
 process.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": popen})  # see `forked_worker`
 
