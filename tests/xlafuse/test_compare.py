@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from test_replay import assert_kernels_save_launches_and_traffic
 
 from hlo_analysis.errors import UnknownTargetError
 from hlo_analysis.records import Comparison, Numerics
@@ -64,6 +65,9 @@ class TestBlock:
         assert traffic["unfused"] > 1.3 * traffic["xla"]
         # The scores of attention never reach HBM.
         assert traffic["xla_cudnn"] < traffic["xla"]
+
+    def test_kernels_save_launches_and_traffic(self, block):
+        assert_kernels_save_launches_and_traffic({each.name: each.analysis for each in block.strategies})
 
     def test_no_operation_is_fused_with_another_when_unfused(self, block):
         analysis = block["unfused"].analysis

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import jaxlib
@@ -84,11 +85,7 @@ def test_replay_launches_what_the_h200_launched(name):
     assert dict(kinds) == case["kinds"]
 
 
-@pytest.mark.slow
-@pytest.mark.drawn(1 / 2)
-@pytest.mark.parametrize("mode", ["forward", "grad"])
-def test_kernels_save_launches_and_traffic(mode):
-    made = analyzed(["xla", "pallas", "xla_cudnn", "pallas_cudnn"], mode, (2, 4096))
+def assert_kernels_save_launches_and_traffic(made: Mapping[str, Analysis]) -> None:
     for kernels, plain in (("pallas", "xla"), ("pallas_cudnn", "xla_cudnn")):
         assert made[kernels].launch_count < made[plain].launch_count
         assert made[kernels].traffic.bytes < made[plain].traffic.bytes
@@ -102,6 +99,13 @@ def test_kernels_save_launches_and_traffic(mode):
         for launch in made["pallas_cudnn"].launches
         if launch.opcodes and {opcode for opcode, _ in launch.opcodes} <= moves
     ] == []
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(1 / 2)
+def test_gradients_by_kernels_save_launches_and_traffic():  # test_compare.py has the forward pass
+    made = analyzed(["xla", "pallas", "xla_cudnn", "pallas_cudnn"], "grad", (2, 4096))
+    assert_kernels_save_launches_and_traffic(made)
 
 
 @pytest.mark.slow
