@@ -136,6 +136,19 @@ def test_a_differentiated_function_is_left_with_a_warning():
     np.testing.assert_array_equal(ours, gradient(X))
 
 
+def test_a_function_of_open_sizes_is_left_with_a_warning():
+    (rows,) = jax.export.symbolic_shape("rows")
+    with pytest.warns(FuseWarning, match="sizes are left open"):
+        result = jax.eval_shape(xlafuse.fuse(norm), jax.ShapeDtypeStruct((rows, 64), "float32"), SCALE)
+    assert result.shape[0] == rows
+
+
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(0, 64, 128), (8, 0, 128), (8, 64, 0)])
+def test_empty_arrays_are_left_alone(rows, depth, columns):
+    x, w = jnp.ones((rows, depth), jnp.bfloat16), jnp.ones((depth, columns), jnp.bfloat16)
+    assert operations(lambda x, w: jax.nn.gelu(x @ w), x, w) == []
+
+
 def test_the_function_is_traced_once_a_call():
     calls = []
 

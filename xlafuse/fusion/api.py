@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax._src.interpreters import ad
 from jax.core import Tracer, eval_jaxpr  # pyright: ignore[reportAttributeAccessIssue]
+from jax.export import is_symbolic_dim
 
 from pallas_kernels.primitives.partitioned import may_be_partitioned
 from xlafuse.fusion.cache import rewritten
@@ -150,6 +151,8 @@ def _refusal(jaxpr: Any, inputs: Sequence[Any]) -> str | None:
     for each in inputs:
         if not isinstance(each, Tracer) and isinstance(each, jax.Array) and len(each.devices()) > 1:
             return "an array is spread over several devices and a kernel sees one; use it inside jax.shard_map"
+    if any(map(is_symbolic_dim, (size for each in inputs for size in np.shape(each)))):
+        return "sizes are left open, and what a kernel is worth depends on them"
     return None
 
 

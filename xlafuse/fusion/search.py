@@ -91,6 +91,8 @@ class Search:
         objection = spelling.objection({**proposal.arrays, **proposal.static, **match.numbers})
         if "x" in match.arrays and match.arrays["x"].missing and not objection:
             objection = "x is broadcast to its rows, and the operation would compute each of them again"
+        if any(0 in binding.value.shape for binding in match.arrays.values()):
+            objection = "an argument has no elements"
         if objection:
             refusal = Refusal(operation=spelling.operation, value=value, reason=objection, covered=frozenset(covered))
             self.disallowed.append(refusal)

@@ -44,6 +44,15 @@ def depth_of(product: Equation) -> int:
     return math.prod(product.inputs[0].shape[axis] for axis in contracted[0])
 
 
+def _free_sizes(product: Equation) -> tuple[int, ...]:
+    """Returns how many rows and columns a product without batches has, or columns and rows."""
+    contracted, _ = product.params["dimension_numbers"]
+    operands = zip(product.inputs, contracted, strict=True)
+    return tuple(
+        math.prod(size for axis, size in enumerate(operand.shape) if axis not in axes) for operand, axes in operands
+    )
+
+
 def layouts(value: Value) -> Iterator[tuple[tuple[int, ...], int, tuple[int, ...]]]:
     """Yields the rows and columns that a product may have, and the order of its axes in the value."""
     shape, rank = value.shape, len(value.shape)
@@ -69,11 +78,10 @@ def _products(
     equation = product_before(value)
     if equation is None or equation.params["dimension_numbers"][1] != ((), ()):
         return
-    depth, (product,) = depth_of(equation), equation.outputs
-    free = math.prod(equation.inputs[0].shape) // depth
-    sizes = {free, math.prod(product.shape) // free} if math.prod(product.shape) == math.prod(value.shape) else None
+    depth, free = depth_of(equation), _free_sizes(equation)
+    is_whole = math.prod(free) == math.prod(value.shape)
     for rows, columns, order in layouts(value):
-        if not rows or (math.prod(rows) == 1 and len(rows) > 1) or (sizes is not None and columns not in sizes):
+        if not rows or (math.prod(rows) == 1 and len(rows) > 1) or (is_whole and columns not in free):
             continue
         arrays = {"x": struct(value, *rows, depth), **dict.fromkeys(weights, struct(value, depth, columns))}
         arrays |= dict.fromkeys(biases, struct(value, columns, dtype=jnp.float32 if wide else None))
