@@ -46,7 +46,7 @@ test-all: $(DEV)
 # Another version of jax lies in a folder in front of the environment's own.
 build/jax%/.installed: constraints-jax%.txt
 	rm -rf $(@D)
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) --requirement $<
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $(@D) --requirement $<
 	@touch $@
 
 smoke-jax%: $(DEV) build/jax%/.installed

@@ -25,4 +25,6 @@ if [ ! -e .venv ]; then
   "$python" -m venv .venv || { rm -rf .venv; exit 1; }
 fi
 echo "installing xlafuse[$extras]"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$extras]"
+# --no-compile: modules compile when they are first imported, and most never are.
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt \
+  --editable ".[$extras]"
