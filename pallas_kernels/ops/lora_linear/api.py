@@ -64,8 +64,8 @@ def lora_linear(
             at most 64 it is one kernel, whose blocks wait for each other by semaphores that another launch clears
             before it; otherwise it is XLA's product x @ a and one kernel.
             "xla": always runs.
-            None: "mosaic" if it can run for 2048 rows or more, and where it is one kernel if features are at most twice
-                the outputs; else "xla".
+            None: "mosaic" for 2048 rows or more, and where it is one kernel, if it can run and features are less than
+                four times the outputs; else "xla".
 
     Returns:
         y, (..., outputs), of x's dtype.
