@@ -150,6 +150,7 @@ def test_a_scans_gradient_is_no_norm(of_program: Callable[[str], Analysis]) -> N
     assert all(analysis.launches[missed.producer].phase == "forward" for missed in norms)
 
 
+@pytest.mark.slow
 def test_features_of_a_whole_cloud_are_not_joined_to_each_point(of_program: Callable[[str], Analysis]) -> None:
     """Split: 1660 to 958 µs. XLA writes the repeated features in the launch before the one that joins them."""
     (found,) = named(of_program("pointnet"), texts.SPLIT_WEIGHT.text)

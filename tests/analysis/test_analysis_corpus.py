@@ -20,6 +20,8 @@ from hlo_analysis.report import render_html, render_terminal
 from hlo_analysis.report.edges import edge_story
 from xlafuse.catalogue import KERNELS
 
+pytestmark = pytest.mark.slow  # the corpus takes a minute to compile and to analyze
+
 CONTAINERS = ("kSequential", "kWhile", "kConditional", "kAsyncStart", "kDynamicSliceFusion")
 
 # Kinds of the launches, each once, in alphabetical order.

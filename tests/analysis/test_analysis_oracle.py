@@ -11,6 +11,8 @@ import pytest
 from jax._src.lib import _jax
 from jaxlib import _hlo
 
+pytestmark = pytest.mark.slow  # of the corpus
+
 BYTES = (
     "column_sums",
     "concatenate",

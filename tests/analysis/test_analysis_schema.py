@@ -38,6 +38,7 @@ def test_committed_schemas_are_current(cls):
     jsonschema.Draft202012Validator.check_schema(json_schema(cls))
 
 
+@pytest.mark.slow
 def test_every_analysis_comes_back_equal_and_validates(analyses):
     validator = jsonschema.Draft202012Validator(json.loads(schema_path(Analysis).read_text()))
     for name, analysis in analyses.items():
@@ -62,6 +63,7 @@ def test_numbers_that_json_lacks_are_kept(comparison):
     assert "Infinity" not in text
 
 
+@pytest.mark.slow
 def test_the_schema_refuses_what_is_missing_or_wrong(analyses):
     data = json.loads(to_json(analyses["softmax"]))
     schema = json.loads(schema_path(Analysis).read_text())

@@ -39,6 +39,7 @@ def _quick(monkeypatch):
     monkeypatch.setattr(block, "buffer_sets", lambda _: 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreter", "invented_times")
 def test_strategies_are_checked_and_timed():
     config = dataclasses.replace(get_preset("tiny"), hidden_size=128, mlp_size=128)

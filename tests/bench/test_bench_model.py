@@ -96,6 +96,7 @@ def test_pytorchs_model_is_ours(config, phase, monkeypatch):
         assert positions == ([6, 7, 5] if phase == "decode" else [4, 4, 4])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("invented_times")
 def test_peers_take_turns_with_the_strategies(monkeypatch):
     imitation_torch.install(monkeypatch)

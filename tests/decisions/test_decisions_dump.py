@@ -91,6 +91,7 @@ def test_damage_raises_nothing_but_a_dump_error(at: int, inserted: str, removed:
         assert "capture again" in str(error)
 
 
+@pytest.mark.slow
 def test_real_dumps(captured: Callable[..., Capture]) -> None:
     dump = read_fusion_dump(captured("grad").require("priority_fusion_dump"))
     kinds = {type(step) for step in dump.steps}

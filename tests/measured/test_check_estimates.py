@@ -77,6 +77,7 @@ def models(script) -> dict[str, tuple[Any, int, bool]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [file.stem for file in RECORDED])
 def test_estimates_of_public_models(models, program: str):
     row, longest, is_named = models[program]
@@ -87,6 +88,7 @@ def test_estimates_of_public_models(models, program: str):
     assert is_named
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_fitted", [True, False])
 def test_most_programs_take_what_they_are_estimated_at(script, models, is_fitted: bool):
     walls = [

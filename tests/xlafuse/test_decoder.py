@@ -91,6 +91,7 @@ def test_an_unknown_model_is_named_with_the_nearest():
         get_decoder("llama-8b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["train", "decode"])
 def test_equal_layers_lower_each_kernel_once(phase, monkeypatch):
     """Mosaic takes a fifth of a second for each, and XLA as much again."""

@@ -113,6 +113,7 @@ def test_a_recording_of_a_case_has_its_launches(comparison: Comparison, tmp_path
     assert "Recorded before the program of xla changed: measured of another program" in xla.measured.notes[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "strategy"), [((1, 512), "xla_cudnn"), ((1, 512), "best")])
 def test_the_launches_are_the_kernels_that_an_h200_ran(shape: tuple[int, int], strategy: str):
     pytest.importorskip("jax_plugins.xla_cuda13")
