@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels import Traffic
 from xlafuse.bench import timing
 from xlafuse.bench.ceiling import array_counts, ceiling_candidates, elementwise
-from xlafuse.bench.environment import Sampler, commit, sampling
+from xlafuse.bench.environment import Sampler, commit, gpu_state, sampling
 from xlafuse.bench.timing import Candidate, time_candidates
 
 NO_WARM_UP = {"warm_up_seconds": (0.0, 0.0)}
@@ -222,6 +222,16 @@ def test_without_nvidia_smi_there_are_no_samples(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with sampling() as sampler:
         assert sampler.since(0.0).samples == 0
+
+
+@pytest.mark.parametrize(("visible", "asked"), [("3,1", "3"), ("GPU-4f", "GPU-4f"), ("", "0")])
+def test_the_state_is_that_of_the_first_gpu_of_the_process(visible, asked, monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"  # answers each quantity asked for by its last argument
+    tool.write_text('#!/bin/sh\nfor last; do :; done\necho "$1" | sed "s/[^,][^,]*/${last#--id=}/g"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert set(gpu_state().values()) == {asked}
 
 
 def test_commit_is_what_the_environment_says_else_gits(monkeypatch, tmp_path):

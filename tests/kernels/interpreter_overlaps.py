@@ -61,7 +61,7 @@ class _Races(race_detection_state.GPURaceDetectionState):
 
 
 def _ordered(clock: Any, other: Any) -> bool:
-    """The interpreter's own comparison, of an access with each earlier one, in 3 µs for 10 to 25."""
+    """Compares two clocks as the interpreter does, in 3 µs instead of 10 to 25; each access needs many."""
     latest = np.maximum(clock.clock, other.clock).tobytes()
     first, second = clock.clock.tobytes(), other.clock.tobytes()
     return first != second and latest in (first, second)

@@ -13,6 +13,7 @@ import pytest
 from draws import normal
 
 from pallas_kernels import lora_linear
+from pallas_kernels.ops.lora_linear.config import preferred
 from pallas_kernels.ops.lora_linear.mosaic_gpu import lora_linear_forward
 from pallas_kernels.ops.lora_linear.one_launch import WorkSplit
 from pallas_kernels.primitives.gemm.config import GemmConfig
@@ -31,6 +32,21 @@ def arrays(rows=8, features=64, outputs=128, rank=4, dtype=jnp.bfloat16) -> dict
 def exact(x, w, a, b, *, alpha):
     x, w, a, b = (np.asarray(value, np.float64) for value in (x, w, a, b))
     return x @ w + alpha * (x @ a) @ b
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "features", "rank", "taken"),
+    [
+        (1024, 704, 1024, 8, True),
+        (8192, 4096, 14336, 16, True),  # an MLP's second layer
+        (1024, 256, 8192, 16, False),
+        (14456, 512, 14720, 4, False),
+        (1024, 4096, 4096, 128, False),  # not one launch
+        (256, 4096, 4096, 16, False),
+    ],
+)
+def test_the_kernel_is_for_many_rows_and_outputs(rows, outputs, features, rank, taken):
+    assert preferred(rows, outputs, features, rank) == (("mosaic",) if taken else ())
 
 
 def test_without_a_gpu_none_is_xla():

@@ -55,7 +55,7 @@ class Search:
             self._by_root.setdefault(value.primitive, []).append((value, self._repeats.first_alike(value)))
 
     def sites(self, spelling: Spelling) -> Iterator[Site]:
-        """Yields all sites of a spelling, whether or not they overlap; in repeated layers the first one's, moved."""
+        """Yields all sites of a spelling, which may overlap; repeated layers reuse the sites of the first."""
         found: dict[Value, Site] = {}
         for primitive in sorted(spelling.roots):
             for value, first in self._by_root.get(primitive, ()):

@@ -71,8 +71,8 @@ def dot_interaction(
         return reference(features)
     samples = features.reshape(-1, *features.shape[-2:])
     # On an H200, µs of the forward kernel and of XLA: 3483x16x128 18.9 and 11.1, 8448x27x64 37.8 and 31.1, 14128x17x64
-    # 52.5 and 30.6, 8192x40x128 67.3 and 54.3, 8192x48x64 58.9 and 58.2, 8192x48x256 93.2 and 106.7; of the rest of the
-    # gradient 50.4 and 56.4, 97.4 and 122.9 for the first two.
+    # 52.5 and 30.6, 8192x40x128 67.3 and 54.3, 6912x40x256 78 and 60 to 85, 8192x48x64 58.9 and 58.2, 8192x48x256 93.2
+    # and 106.7; of the rest of the gradient 50.4 and 56.4, 97.4 and 122.9 for the first two.
     by_xla = implementation is None and samples.shape[1] <= _FIELDS_BY_XLA
     forward, backward = (
         partial(each, has_diagonal=self_interaction) for each in (dot_interaction_forward, dot_interaction_backward)

@@ -41,7 +41,7 @@ class Generation:
 
     @staticmethod
     def generating(step: Callable[..., tuple[jax.Array, Any]]) -> Callable[..., tuple[jax.Array, Any]]:
-        """Makes of `step` what generates `ROOM` tokens in a loop on the device, as `generate` of transformers does.
+        """Wraps `step` in a loop on the device that generates `ROOM` tokens, as `generate` of transformers does.
 
         It returns them, (sequences, `ROOM`), and the cache. The cache's integers, as its length, are those that were
         given, so that the next call generates the same tokens again.
