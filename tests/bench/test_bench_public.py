@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import stand_in_process
 
 from xlafuse.bench import candidates
 from xlafuse.bench.candidates import check_close
-from xlafuse.bench.public import bench, generation, torch_process
+from xlafuse.bench.public import bench, configs, generation, sizes, sources, torch_process
 from xlafuse.bench.public.bench import bench_public
 from xlafuse.bench.public.flops import product_flops
 from xlafuse.bench.public.generation import Generation
@@ -286,5 +287,20 @@ def test_absent_pytorch_and_models_that_it_lacks_are_told(monkeypatch):
 
 def test_the_models_in_pytorch_are_those_that_are_named():
     source = Path(bench.__file__).with_name("torch_models.py").read_text(encoding="utf-8")
-    assert all(f'    "{name}": (sizes.' in source for name in torch_process.MODELS)
+    assert re.findall(r'^    "(\w+)": \(sizes', source, re.MULTILINE) == list(torch_process.MODELS)
+    assert set(torch_process.MODELS) <= {model.name for model in sources.MODELS}
     assert set(bench.PHASES["decode"].models) <= set(torch_process.MODELS)
+
+
+def test_configurations_that_both_share_have_the_published_numbers():
+    assert configs.mamba2(sizes.MAMBA2["real"]) == {
+        "vocab_size": 50288,
+        "hidden_size": 1536,
+        "num_hidden_layers": 48,
+        "head_dim": 64,
+        "state_size": 128,
+        "chunk_size": 256,
+    }
+    found = configs.unet(sizes.UNET["real"])
+    assert found["down_block_types"] == ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",)
+    assert found["up_block_types"] == ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3

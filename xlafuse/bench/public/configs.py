@@ -1,11 +1,11 @@
-"""Configurations of `transformers` at the sizes of sizes.py, for its Flax modules and for PyTorch's."""
+"""Configurations at the sizes of sizes.py that the models of JAX and those of PyTorch share."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any
 
-from xlafuse.bench.public.sizes import Stack
+from xlafuse.bench.public.sizes import Levels, Stack
 
 
 def encoder(stack: Stack) -> dict[str, int]:
@@ -67,3 +67,24 @@ def whisper(stack: Stack) -> Any:
     positions = {"max_source_positions": stack.length, "max_target_positions": stack.targets}
     sized = {"vocab_size": stack.vocabulary, "d_model": stack.width, "use_cache": False, "pad_token_id": 0}
     return WhisperConfig(**sized, **positions, **layers, **heads, **hidden)
+
+
+def mamba2(stack: Stack) -> dict[str, int]:
+    """Returns the arguments of Mamba 2's configuration, Bonsai's or that of `transformers`."""
+    width = stack.head_width
+    sized = {"vocab_size": stack.vocabulary, "hidden_size": stack.width, "num_hidden_layers": stack.layers}
+    return {**sized, "head_dim": width, "state_size": 2 * width, "chunk_size": 4 * width}
+
+
+def unet(levels: Levels) -> dict[str, Any]:
+    """Returns the arguments of diffusers' U-Net, as Stable Diffusion's attends: at all levels but the deepest."""
+    deeper = len(levels.widths) - 1
+    return {
+        "sample_size": levels.side,
+        "block_out_channels": levels.widths,
+        "layers_per_block": levels.blocks,
+        "down_block_types": ("CrossAttnDownBlock2D",) * deeper + ("DownBlock2D",),
+        "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * deeper,
+        "cross_attention_dim": levels.context,
+        "attention_head_dim": levels.heads,  # diffusers takes it as the number of heads
+    }

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from xlafuse.bench.public import configs
 from xlafuse.bench.public.programs import KEY, Program, importing, linen_program, nnx_program, tokens_of
 from xlafuse.bench.public.sizes import Stack
 
@@ -132,15 +133,7 @@ def mamba2(folder: Path, dtype: Any, sizes: Stack) -> Program:
     with importing(folder / "bonsai"):
         library = importlib.import_module("bonsai.models.mamba2.modeling")
 
-    config = library.ModelConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.width,
-        num_hidden_layers=sizes.layers,
-        head_dim=sizes.head_width,
-        state_size=2 * sizes.head_width,
-        chunk_size=4 * sizes.head_width,
-    )
-
+    config = library.ModelConfig(**configs.mamba2(sizes))
     tokens = tokens_of(sizes.batch, sizes.length, sizes.vocabulary)
     return nnx_program(
         lambda rngs: library.Mamba2ForCausalLM(config, rngs=rngs),

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from xlafuse.bench.public import configs
 from xlafuse.bench.public.programs import KEY, Program, importing, linen_program, molecules, normal, tokens_of
-from xlafuse.bench.public.sizes import Graphs, Levels, Stack
+from xlafuse.bench.public.sizes import WORDS, Graphs, Levels, Stack
 
 
 def haiku_rnn(folder: Path, dtype: Any, sizes: Stack) -> Program:
@@ -86,19 +87,10 @@ def unet(folder: Path, dtype: Any, sizes: Levels) -> Program:
     """Makes the U-Net of Stable Diffusion."""
     from diffusers.models.unets.unet_2d_condition_flax import FlaxUNet2DConditionModel
 
-    batch, side, deeper = sizes.batch, sizes.side, len(sizes.widths) - 1
-    module = FlaxUNet2DConditionModel(
-        sample_size=side,
-        block_out_channels=sizes.widths,
-        layers_per_block=sizes.blocks,
-        down_block_types=("CrossAttnDownBlock2D",) * deeper + ("DownBlock2D",),
-        up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * deeper,
-        cross_attention_dim=sizes.context,
-        attention_head_dim=sizes.heads,
-        dtype=dtype,
-    )
+    batch, side = sizes.batch, sizes.side
+    module = FlaxUNet2DConditionModel(dtype=dtype, **configs.unet(sizes))
     noisy, noise = (normal(batch, 4, side, side, dtype=dtype) for _ in range(2))
-    words = normal(batch, 77, sizes.context, dtype=dtype)
+    words = normal(batch, WORDS, sizes.context, dtype=dtype)
     times = jnp.arange(batch, dtype=jnp.int32)
 
     def loss(out: Any, noisy: Any, times: Any, words: Any, noise: jax.Array) -> jax.Array:

@@ -75,6 +75,8 @@ def resolve(table: dict[Size, Any], size: Size, layers: int | None = None) -> An
 
 ROOM = 16
 """Tokens that a call generates after a prompt."""
+WORDS = 77
+"""Tokens of the text that the U-Net attends to."""
 
 
 def decoding(stack: Stack) -> Stack:

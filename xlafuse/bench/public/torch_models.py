@@ -2,8 +2,8 @@
 
 As a user of PyTorch would train them: the models of `transformers`, float32 weights under bfloat16 autocast, fused
 AdamW, attention by `scaled_dot_product_attention`, experts by `grouped_mm`. Forward passes return logits, and draw
-dropout's masks. Decoding has bfloat16 weights and a `StaticCache`. This process has the `transformers` that is
-installed; the models of JAX may have an older one.
+dropout's masks. Decoding has bfloat16 weights and a `StaticCache`. This process has the `transformers` and, for the
+U-Net, the `diffusers` that are installed; the models of JAX may have older ones.
 """
 
 # pyright: reportMissingImports=false
@@ -54,6 +54,13 @@ def _qwen3(stack: sizes.Stack) -> Any:
 
 def _gemma(stack: sizes.Stack) -> Any:
     return transformers.Gemma3TextConfig(sliding_window=stack.window, **configs.decoder(stack))
+
+
+def _mamba2(stack: sizes.Stack) -> Any:
+    """Makes Mamba 2. Without the package mamba_ssm, it scans by operations of PyTorch."""
+    given = {"n_groups": 1, "tie_word_embeddings": True, "use_cache": False, **configs.mamba2(stack)}
+    heads = 2 * stack.width // stack.head_width
+    return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(num_heads=heads, **given))
 
 
 def _umt5(stack: sizes.Stack) -> Any:
@@ -112,7 +119,34 @@ class _Experts(torch.nn.Module):
             narrow = {name: each.bfloat16() for name, each in block.named_parameters()}  # autocast leaves grouped_mm
             y = torch.func.functional_call(block, narrow, (self.norms[2 * place](x).bfloat16(),))
             x = x + self.norms[2 * place + 1](y).bfloat16()
-        return (x if labels is None else (x - labels).float().square().mean(),)
+        return _error(x, labels)
+
+
+class _UNet(torch.nn.Module):
+    """The U-Net of diffusers, which finds an image's noise."""
+
+    def __init__(self, levels: sizes.Levels):
+        super().__init__()
+        from diffusers import UNet2DConditionModel
+
+        self.network = UNet2DConditionModel(**configs.unet(levels))
+
+    def forward(self, labels: torch.Tensor | None = None, **batch: torch.Tensor) -> tuple[torch.Tensor]:
+        """Returns the loss, or the noise where there are no labels."""
+        return _error(self.network(**batch, return_dict=False)[0], labels)
+
+
+def _noisy(levels: sizes.Levels) -> dict[str, torch.Tensor]:
+    draw = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+    noisy, noise = draw(2, levels.batch, 4, levels.side, levels.side)
+    words = draw(levels.batch, sizes.WORDS, levels.context)
+    times = torch.arange(levels.batch, device=DEVICE)
+    return {"sample": noisy, "timestep": times, "encoder_hidden_states": words, "labels": noise}
+
+
+def _error(result: torch.Tensor, labels: torch.Tensor | None) -> tuple[torch.Tensor]:
+    """Returns the mean square of the error, or the result where there are no labels."""
+    return (result if labels is None else (result - labels).float().square().mean(),)
 
 
 def _rows(stack: sizes.Stack) -> dict[str, torch.Tensor]:
@@ -129,13 +163,15 @@ def _as(kind: str, config_of: Callable[[sizes.Stack], Any]) -> Callable[[sizes.S
     return lambda stack: _of(kind, config_of(stack))
 
 
-MODELS: dict[str, tuple[dict[Any, sizes.Stack], Callable[[sizes.Stack], Any], Callable[[sizes.Stack], Any]]] = {
+MODELS: dict[str, tuple[dict[Any, Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
     "gpt2": (sizes.GPT2, _as("GPT2LMHeadModel", configs.gpt2), _tokens),
     "bert": (sizes.BERT, _as("BertForMaskedLM", configs.bert), _masked),
     "vit": (sizes.VIT, _as("ViTForImageClassification", configs.vit), _images),
     "llama": (sizes.LLAMA, _as("LlamaForCausalLM", configs.llama), _tokens),
     "qwen3": (sizes.QWEN3, _as("Qwen3ForCausalLM", _qwen3), _tokens),
     "gemma": (sizes.GEMMA, _as("Gemma3ForCausalLM", _gemma), _tokens),
+    "mamba2": (sizes.MAMBA2, _mamba2, _tokens),
+    "unet": (sizes.UNET, _UNet, _noisy),
     "umt5": (sizes.UMT5, _umt5, _spans),
     "whisper": (sizes.WHISPER, _as("WhisperForConditionalGeneration", configs.whisper), _sounds),
     "siglip": (sizes.SIGLIP, _as("SiglipModel", _siglip), _pairs),

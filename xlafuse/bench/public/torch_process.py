@@ -16,7 +16,7 @@ from typing import Any
 
 from xlafuse.bench.timing import Candidate, Timing
 
-MODELS = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma", "umt5", "whisper", "siglip", "experts")
+MODELS = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma", "mamba2", "unet", "umt5", "whisper", "siglip", "experts")
 """The models that PyTorch has, too: those of `torch_models.MODELS`."""
 _SECONDS = 400.0
 """The longest wait for an answer; max-autotune compiles for minutes."""
