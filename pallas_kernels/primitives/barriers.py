@@ -8,11 +8,30 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jaxlib.mlir.dialects import nvvm
+
+from pallas_kernels.primitives.platform import is_interpreted
+
+
+def fence() -> None:
+    """Shows what a thread has written to shared memory to TMA and products that start after a barrier it arrives at.
+
+    `plgpu.commit_smem` also lets the warpgroup's threads wait for each other, which the barrier does anyway.
+    """
+    if is_interpreted():
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def order(_):
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+    order()  # pyright: ignore[reportCallIssue]: JAX gives the argument
 
 
 def meet(barrier: Any) -> None:
     """Waits for all warpgroups of a block, which then see what each has written to shared memory."""
-    plgpu.commit_smem()
+    fence()
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 

@@ -38,7 +38,7 @@ from pallas_kernels.ops.attention.launch import (
     run_roles,
 )
 from pallas_kernels.ops.attention.problem import Problem
-from pallas_kernels.primitives.barriers import drain
+from pallas_kernels.primitives.barriers import drain, meet
 from pallas_kernels.primitives.row_tiles import multiply_across, multiply_down
 
 Gradients = tuple[jax.Array, ...]
@@ -109,11 +109,6 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
         """Frees the stage of the step before n, by a later step of that stage: n - 1 may be negative."""
         release(n + config.stages - 1)
 
-    def meet() -> None:
-        """Waits until both warpgroups are here."""
-        plgpu.barrier_arrive(scratch.met)
-        plgpu.barrier_wait(scratch.met)
-
     def step(n: Any, dk: Any, dv: Any, *, is_masked: bool) -> None:
         overlaps = config.overlaps and not (launch.adds and is_masked)
         # Parts of a step's scores that are computed one after the other, to save registers.
@@ -155,16 +150,19 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
             lse = plgpu.load(scratch.rows.at[stage, 0, rows], layout=plgpu.Layout.WGMMA.reduce(0))
             weights, slope = tile.weights(scores, lse, is_masked=is_masked)
             weights = tile.marked(weights)
-            if dv is not None:
-                multiply_down(dv, tile.dropped(weights).astype(problem.dtype), dout)
+            kept = None if dv is None else tile.dropped(weights).astype(problem.dtype)
             if dp is None:
+                multiply_down(dv, kept, dout)
                 return None
-            dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0 if dv is None else value_form.copies)
+            dweights = plgpu.wgmma_accumulator_load(dp, wait_n=0)
             delta = plgpu.load(scratch.rows.at[stage, 1, rows], layout=plgpu.Layout.WGMMA.reduce(0))
             dscores = tile.score_gradients(weights, dweights, delta)
             narrow = (dscores if slope is None else dscores * slope).astype(problem.dtype)
             if both_ds is not None:
                 both_ds.at[pl.ds(first(), WARPGROUP_ROWS), rows][...] = narrow
+            if dv is not None:
+                # Not before: a product whose left operand is in registers holds the warpgroup until most of it is done.
+                multiply_down(dv, kept, dout)
             return narrow
 
         def multiply_dkey() -> None:
@@ -183,8 +181,7 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
             multiply_dkey()
             end()
             return
-        plgpu.commit_smem()
-        meet()
+        meet(scratch.met)
 
         def share(dq):
             shares.multiply(block, warpgroup, both_ds, pl.ds(again, config.columns), dq)
@@ -218,7 +215,7 @@ def consume(block: Block, warpgroup: Any, *, has_dkey: bool = True, has_dvalue: 
     sums = [plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, size), jnp.float32) for size in sizes]
     results = pl.run_scoped(all_steps, *sums)
     if launch.adds or not config.shares_keys:
-        meet()  # the other warpgroup's products with what the results overwrite are done, too
+        meet(scratch.met)  # the other warpgroup's products with what the results overwrite are done, too
     own, place = pl.ds(own_first, WARPGROUP_ROWS), block.lane.rows(block.first_key + own_first, WARPGROUP_ROWS)
     stored = []
     if has_dkey:

@@ -33,7 +33,7 @@ from jax import lax
 
 from pallas_kernels.ops.attention.backward.config import WARPGROUPS
 from pallas_kernels.ops.attention.backward.keys_launch import FINISHED_TILES, PART, SHARES, Block
-from pallas_kernels.primitives.barriers import drain
+from pallas_kernels.primitives.barriers import drain, fence
 from pallas_kernels.primitives.row_tiles import RowTiles
 
 
@@ -159,7 +159,7 @@ def give(block: Block, warpgroup: Any, n: Any, values: jax.Array, query_tile: An
     is_last = block.is_last_of(query_tile, is_masked)
     pl.when(not is_last if isinstance(is_last, bool) else ~is_last)(put)
     pl.when(is_last)(finish)
-    plgpu.commit_smem()
+    fence()
     plgpu.barrier_arrive(scratch.share_full.at[slot])
 
 
