@@ -226,14 +226,20 @@ def test_outputs_that_leave_in_parts_while_the_next_queries_come(interpreter, le
 
 
 @pytest.mark.drawn(1 / 3)
-@pytest.mark.parametrize(("length", "window"), [(400, (260, 0)), (264, (100, 20))])
-def test_windows_dealt_out(interpreter, length, window, seed):
+@pytest.mark.parametrize(
+    ("length", "window", "segments"), [(400, (260, 0), None), (264, (100, 20), None), (400, (260, 0), [318])]
+)
+def test_windows_dealt_out(interpreter, length, window, segments, seed):
+    """Segments may leave no full tile between those that either end of a window cuts."""
     query, key, value = operands(seed, queries=length, keys=length, heads=1)
-    problem, extras = problem_of(query, key, is_causal=False, **{**NOTHING, "window": window})
+    if segments is not None:
+        segments = jnp.searchsorted(jnp.asarray(segments), jnp.arange(length), side="right")[None]
+    given = {"window": window, "segment_ids": segments}
+    problem, extras = problem_of(query, key, is_causal=False, **{**NOTHING, **given})
     config = ForwardConfig(own_output=True)
-    assert problem.masking.has_sides(config.rows, config.columns) == (window[0] == 260)
+    assert problem.masking.has_sides(config.rows, config.columns) == (window[0] == 260 and segments is None)
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
-    want, want_lse = attention_reference(query, key, value, window=window, return_residuals=True)
+    want, want_lse = attention_reference(query, key, value, return_residuals=True, **given)
     np.testing.assert_allclose(np.float32(out), np.float32(want), atol=0.02, err_msg=f"seed={seed}")
     np.testing.assert_allclose(lse, want_lse, atol=1e-4, err_msg=f"seed={seed}")
 

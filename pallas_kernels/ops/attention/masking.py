@@ -125,8 +125,9 @@ class Masking:
         """Whether no tile of `rows` queries and `columns` keys is cut both by `left` and by `right` or the end.
 
         Key tiles before the full ones are then cut by `left` alone, and those after them by `right` and the end alone.
+        Segments may leave no full tile, and then nothing tells one from the other.
         """
-        if self.left is None or self.right is None or self.queries > self.keys:
+        if self.left is None or self.right is None or self.has_segments or self.queries > self.keys:
             return False
         return self.right >= 0 and self.left >= rows + columns
 
