@@ -108,6 +108,10 @@ def test_the_order_of_a_sum_is_fixed(seed):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_few_rows_by_a_product_are_what_the_kernels_compute(seed, dtype):
     dy, ids = normal(seed, (90, 128), dtype), integers(seed, (90,), 0, 4)
+    narrow = jax.vjp(lambda table: embedding(table, ids, implementation="mosaic"), jnp.ones((3, 12), dtype))[1]
+    np.testing.assert_allclose(
+        np.float32(narrow(dy[:, :12])[0]), exact_sums(dy[:, :12], ids, 3), rtol=1e-2, atol=1e-2, err_msg=f"seed={seed}"
+    )
     sums = [each(dy, ids, 3, jnp.float32) for each in (one_hot_gradient, table_gradient)]
     np.testing.assert_allclose(*sums, rtol=1e-5, atol=1e-5, err_msg=f"seed={seed}")
 
@@ -145,12 +149,13 @@ def test_indices_of_any_integer_dtype(dtype):
         (9000, 512, 512, "bfloat16", "mosaic"),
         (9000, 512, 511, "bfloat16", "xla"),
         (9000, 64, 8192, "bfloat16", "xla"),
+        (32, 12, 262144, "bfloat16", "mosaic"),
         (9000, 512, 8192, "float32", "xla"),
         (16, 512, 8192, "float32", "mosaic"),
         (17, 512, 8192, "float32", "xla"),
     ],
 )
-def test_many_values_of_16_bits_and_few_rows_take_the_kernels(rows, features, entries, dtype, taken):
+def test_many_values_of_16_bits_and_few_rows_take_the_kernels_or_a_product(rows, features, entries, dtype, taken):
     with recorded_choices() as choices:
         jax.eval_shape(embedding, jnp.ones((rows, features), dtype), jnp.zeros(entries, jnp.int32))
     assert choices[0].taken == taken
@@ -165,7 +170,11 @@ def test_many_values_of_16_bits_and_few_rows_take_the_kernels(rows, features, en
         ({"table": jnp.ones((4, 2), "int32")}, TypeError, "table must be floating, got int32"),
         ({"mode": "wrap"}, ValueError, "mode must be one of 'fill', 'clip', 'promise_in_bounds', got 'wrap'"),
         ({"dtype": "int32"}, TypeError, "dtype must be floating, got int32"),
-        ({"implementation": "mosaic"}, NotImplementedError, "rows have 2 features, a warpgroup shares at least 128"),
+        (
+            {"table": jnp.ones((17, 2)), "implementation": "mosaic"},
+            NotImplementedError,
+            "rows have 2 features, a warpgroup shares at least 128",
+        ),
     ],
 )
 @pytest.mark.usefixtures("interpreter")

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.ops.embedding.config import is_preferred, is_product
+from pallas_kernels.ops.embedding.config import is_preferred, is_product, is_too_narrow
 from pallas_kernels.ops.embedding.mosaic_gpu_vjp import table_gradient
 from pallas_kernels.ops.embedding.reference import embedding_reference, gather_rows
 from pallas_kernels.primitives.checks import as_arrays, as_int32, check_lookup, check_width
@@ -70,8 +70,8 @@ def embedding(
             with "fill" it adds nothing to the gradient.
         dtype: the rows' dtype; None for the table's. The gradient has the table's, and is rounded once.
         implementation: one of the names below, a sequence of them in order of preference, or None.
-            "mosaic": the gradient by Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`; at least
-                128 features.
+            "mosaic": the gradient by Mosaic GPU kernels, for Hopper GPUs or `plgpu.force_gpu_interpret_mode`, which
+                need 128 features; or the product.
             "xla": always runs. The gradient is a scatter-add in float32, whose order may differ between runs.
             None: "mosaic", if it can run, for at least 2^18 values in all: of 16 bits, or into at most 16 rows of the
                 table. Else "xla".
@@ -108,7 +108,7 @@ def mosaic_unsupported(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> st
     if dtype.name not in MOSAIC_DTYPES:
         return f"rows of {dtype.name} are asked for, the kernels take {', '.join(MOSAIC_DTYPES)}"
     rows, features = table.shape
-    if ids.size and features < THREADS:
+    if ids.size and is_too_narrow(table.shape, dtype.itemsize):
         return f"rows have {features} features, a warpgroup shares at least {THREADS}"
     if ids.size + rows > _MOST_INDICES:
         return f"{ids.size} indices and {rows} rows are more than {_MOST_INDICES}, which int32 cannot count twice"

@@ -80,6 +80,12 @@ def is_product(rows: int, itemsize: int) -> bool:
     return rows <= _PRODUCT_ROWS[itemsize]
 
 
+def is_too_narrow(table: tuple[int, ...], itemsize: int) -> bool:
+    """Returns whether the kernels cannot compute the gradient of a table of so few features, nor a product."""
+    rows, features = table
+    return features < THREADS and not is_product(rows, itemsize)
+
+
 def is_preferred(entries: int, table: tuple[int, ...], itemsize: int) -> bool:
     """Returns whether to compute the gradient by the kernels or a product, in place of XLA's scatter-add.
 
@@ -89,4 +95,4 @@ def is_preferred(entries: int, table: tuple[int, ...], itemsize: int) -> bool:
     """
     rows, features = table
     is_slow = itemsize == 2 or (itemsize == 4 and is_product(rows, itemsize))
-    return is_slow and entries * features >= _FEWEST_VALUES
+    return is_slow and entries * features >= _FEWEST_VALUES and not is_too_narrow(table, itemsize)

@@ -13,7 +13,6 @@ import numpy as np
 
 from pallas_kernels.ops.embedding.config import is_preferred
 from pallas_kernels.ops.embedding.reference import gather_rows
-from pallas_kernels.primitives.rows import THREADS
 from xlafuse.fusion.graph import Equation, Value, behind, constant
 from xlafuse.fusion.spelling import Proposal, Spelling, same_order
 
@@ -59,8 +58,7 @@ def _takes_many_rows(gather: Equation) -> bool:
     if (known := constant(places)) is not None and np.unique(known).size == known.size:
         return False
     is_whole = tuple(params["slice_sizes"]) == (1, table.shape[1]) and rows.shape[-1:] == table.shape[1:]
-    is_large = is_preferred(math.prod(rows.shape[:-1]), table.shape, rows.dtype.itemsize)
-    return is_whole and is_large and table.shape[1] >= THREADS
+    return is_whole and is_preferred(math.prod(rows.shape[:-1]), table.shape, rows.dtype.itemsize)
 
 
 def _before_narrowing(value: Value) -> Value:
