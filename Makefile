@@ -51,7 +51,7 @@ build/jax%/.installed: constraints-jax%.txt
 
 smoke-jax%: $(DEV) build/jax%/.installed
 	PYTHONPATH=$(CURDIR)/build/jax$* $(PY) tests/kernels/smoke.py
-	PYTHONPATH=$(CURDIR)/build/jax$* $(PY) -m pytest -n 2 --dist worksteal tests/kernels/test_interpreter.py \
+	PYTHONPATH=$(CURDIR)/build/jax$* $(PY) -m pytest tests/kernels/test_interpreter.py \
 	  tests/kernels/test_gemm.py::test_epilogue_order tests/kernels/test_rms_norm.py::test_only_the_sum_is_used \
 	  tests/capture/test_capture.py::test_every_artefact_is_there_and_is_what_it_says \
 	  tests/capture/test_capture.py::test_resources_of_kernels

@@ -43,7 +43,7 @@ PARSERS = (SkipParser(), PythonCodeBlockParser(), CodeBlockParser("bash", run_sh
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(1 / 6)
+@pytest.mark.drawn(1 / 10)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_blocks_run(page, tmp_path, monkeypatch):
     readme = Document.parse(str(ROOT / "README.md"), PythonCodeBlockParser())

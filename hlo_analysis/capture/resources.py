@@ -104,9 +104,9 @@ def _launch(log: Path) -> dict[str, Any]:
         return unknown
     constants: dict[str, int] = {}
     for line in _lines(log):
-        if match := _CONSTANT.search(line):
+        if "arith.constant" in line and (match := _CONSTANT.search(line)):
             constants[match["name"]] = int(match["value"])
-        elif match := _LAUNCH.search(line):
+        elif "gpu.launch_func" in line and (match := _LAUNCH.search(line)):
             grid, block = (_values(match[part], constants) for part in ("grid", "block"))
             shared = constants.get(match["shared"] or "")
             return {"grid": grid, "block": block, "dynamic_shared_bytes": shared}

@@ -21,11 +21,15 @@ _WARP = 32
 _SAMPLES = 5
 """Warps that stand for all."""
 _MOST_VISITS = 2000
-_ELEMENTWISE_LOSSES = frozenset(
+_LOSSES = frozenset(
     ("constant", "iota", "gather", "dot", "convolution", "scatter", "sort", "reduce-window", "select-and-scatter",
      "custom-call", "rng-bit-generator", "dynamic-slice", "dynamic-update-slice", "get-tuple-element", "tuple")
 )  # fmt: skip
 """Where elements cannot be followed, or lead to no memory."""
+_MOVES = frozenset(
+    ("transpose", "broadcast", "bitcast", "reshape", "slice", "pad", "reverse", "concatenate", "reduce")
+)  # fmt: skip
+"""What gives an element another index."""
 
 
 def strided_bytes(body: Mapping[str, Instruction], root: Instruction, kind: LaunchKind, threads: int) -> int:
@@ -95,8 +99,15 @@ def _before(
     body: Mapping[str, Instruction], found: Instruction, at: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray, float]]:
     """Yields what elements of an instruction need: operand, its indices, and how many elements each stands for."""
+    if found.opcode in _LOSSES:
+        return
     operands = [body[name].shape for name in found.operands]
-    if found.opcode in _ELEMENTWISE_LOSSES:
+    if found.opcode not in _MOVES:
+        yield from (
+            (operand, at, 1.0)
+            for operand, shape in zip(found.operands, operands, strict=True)
+            if shape.dimensions == found.shape.dimensions
+        )
         return
     name = found.operands[0] if found.operands else ""
     match found.opcode:
@@ -135,10 +146,6 @@ def _before(
             if operands[0].minor_to_major[0] in axes:  # a run of sectors, read once
                 count = ceil(count * operands[0].byte_size / max(1, operands[0].element_count) / SECTOR_BYTES)
             yield name, whole, float(count)
-        case _:
-            for operand, shape in zip(found.operands, operands, strict=True):
-                if shape.dimensions == found.shape.dimensions:
-                    yield operand, at, 1.0
 
 
 def _strides(shape: Shape) -> list[int]:

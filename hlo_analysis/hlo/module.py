@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from hlo_analysis.hlo.lexer import SourceText, unquote
@@ -46,12 +47,17 @@ class Instruction:
     @property
     def backend_config(self) -> dict[str, Any]:
         """Returns the backend's configuration; {} if there is none, or one that is no JSON object."""
-        text = self.attributes.get("backend_config", "")
-        try:
-            value = json.loads(unquote(text) if text[:1] in ('"', "'") else text)
-        except (ValueError, RecursionError):
-            return {}
-        return value if isinstance(value, dict) else {}
+        text = self.attributes.get("backend_config")
+        return _json_object(text) if text else {}
+
+
+@lru_cache(maxsize=256)  # an instruction is asked several times in a row; 4 % of an analysis
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(unquote(text) if text[:1] in ('"', "'") else text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -228,8 +228,10 @@ def _small_iterations(launch: LaunchRow, launches: Launches, device: Device) -> 
 
 def _sort_passes(launch: LaunchRow, launches: Launches, device: Device) -> Cause | None:
     """A pass of a sort; only the first is needed."""
+    if launch.kind != "sort":
+        return None
     passes = [each for each in launches if each.name == launch.name and each.kind == "sort"]
-    if launch.kind != "sort" or len(passes) < 2:
+    if len(passes) < 2:
         return None
     takes_few = "top_k" in launch.op_name
     return Cause(

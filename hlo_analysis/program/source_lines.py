@@ -19,8 +19,9 @@ def source_lines(module: Module, wanted: Collection[str], created: str) -> tuple
         created: when the program was captured (ISO 8601); a file written later may have other lines. '' if unknown.
     """
     paths: dict[str, str] = {}
-    for instruction in module.instructions.values():
-        for frame in instruction.metadata.frames if instruction.metadata else ():
+    metadata = [instruction.metadata for instruction in module.instructions.values() if instruction.metadata]
+    for frames in {id(each.frames): each.frames for each in metadata}.values():  # instructions share stacks
+        for frame in frames:
             paths.setdefault(f"{frame.file.rpartition('/')[2]}:{frame.line}", frame.file)
     texts = {
         line: linecache.getline(paths[line], int(line.rpartition(":")[2])).strip()

@@ -58,6 +58,7 @@ GPT = DecoderConfig(
 SCANNED = dataclasses.replace(LLAMA, is_scanned=True)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(
     ("config", "phase"),
     [

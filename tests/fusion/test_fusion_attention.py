@@ -54,6 +54,7 @@ DROPOUTS: dict[str, tuple[Callable[..., Any], float]] = {
 }
 
 
+@pytest.mark.drawn(1 / 4)
 @pytest.mark.parametrize("casts", ["first", "last", "scores"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", DROPOUTS)
@@ -202,6 +203,7 @@ BIASES = {
 }
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("casts", ["first", "scores"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", BIASES)

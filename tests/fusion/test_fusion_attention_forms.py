@@ -99,6 +99,7 @@ FORMS: dict[str, Attention] = {
 }
 
 
+@pytest.mark.drawn(1 / 4)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", FORMS)
 def test_sinks(sites, name, dtype):

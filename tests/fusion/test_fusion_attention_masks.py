@@ -101,6 +101,7 @@ def found(sites, fn, *arguments) -> tuple[dict[str, Any], float | None]:
     }, (site.options.get("mask_value"))
 
 
+@pytest.mark.drawn(1 / 4)
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_bounds(sites, name, added):

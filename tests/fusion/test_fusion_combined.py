@@ -71,6 +71,7 @@ def _by_columns(x, cosine, sine):
 Q, K = normal((2, 8, 4, 16), seed=5), normal((2, 8, 2, 16), seed=6)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("dtype", [BF16, jnp.float32])
 @pytest.mark.parametrize("rotate", [halves, neighbours, rotate_half, rotate_half_before_cast])
 def test_rope(sites, rotate, dtype):
@@ -161,6 +162,7 @@ ROTATING = normal((16, 16), seed=7)
 READ = {"at": lambda t, p: t[p][:, :, None], "slice": lambda t, p: t[None, :8, None]}
 
 
+@pytest.mark.drawn(1 / 4)
 @pytest.mark.parametrize("rotate", [_by_columns, _by_columns_of_pairs, _by_pairs, _by_halves])
 @pytest.mark.parametrize("table", [ROTATING, ROTATING.astype(BF16)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("read", READ)
@@ -337,6 +339,7 @@ def block(rotate=None, biased=False, normed=False, rms=rms):
     return fn
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -378,6 +381,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_linear_cross_entropy(sites, name):
     reports = []
@@ -398,6 +402,7 @@ NEXT_TOKENS = {
 }
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("name", NEXT_TOKENS)
 def test_the_loss_of_some_rows_of_the_logits(sites, name):
     fn = NEXT_TOKENS[name]

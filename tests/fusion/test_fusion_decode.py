@@ -79,6 +79,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.drawn(1 / 4)
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("name", ENDS)
 def test_ends(sites, name, added):
@@ -94,6 +95,7 @@ def test_ends(sites, name, added):
     assert set(site.options) == {"scale"}
 
 
+@pytest.mark.drawn(1 / 4)
 @pytest.mark.parametrize("lengths", [[0, 3], [-2, 1], [40, 17], [2**31 - 1, -(2**31)]])
 @pytest.mark.parametrize("name", ENDS)
 def test_a_token_without_keys_averages_values_and_others_stop_at_the_cache(sites, name, lengths):

@@ -210,6 +210,7 @@ def test_biases_of_rows_that_all_have_a_group(sites, of_rows):
     assert "bias_gate=" in gated and "bias_up=" in gated and "bias=" in plain
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(
     "change",
     [

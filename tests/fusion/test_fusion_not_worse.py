@@ -164,7 +164,7 @@ def test_what_is_taken(name):
     assert taken(fn, *arguments) == operations
 
 
-@pytest.mark.drawn(1 / 5)
+@pytest.mark.drawn(1 / 8)
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_taken_is_not_worse(name):
     fn, arguments, _ = TAKEN[name]

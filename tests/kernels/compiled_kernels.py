@@ -59,23 +59,28 @@ def versions() -> dict[str, str]:
 
 def digest_of(call: Any) -> str:
     """Equal for equal kernels, in any process: made of the call's jaxpr and parameters, and of functions' sources."""
-    digest = hashlib.sha256()
-    for each in _leaves(key_of((call.params, [v.aval for v in call.invars]))):
-        digest.update(each.encode())
-    return digest.hexdigest()[:20]
+    leaves: list[str] = []
+    _add_leaves(leaves, key_of((call.params, [v.aval for v in call.invars])))
+    return hashlib.sha256("".join(leaves).encode()).hexdigest()[:20]
 
 
-def _leaves(key: Hashable) -> list[str]:
+def _add_leaves(leaves: list[str], key: Hashable) -> None:
     if isinstance(key, tuple):
-        return ["(", *(leaf for each in key for leaf in _leaves(each)), ")"]
+        leaves.append("(")
+        for each in key:
+            _add_leaves(leaves, each)
+        leaves.append(")")
+        return
     if isinstance(key, FunctionType):  # of `inline_mgpu`: what it calls is in its module, or among the primitives
         cells = [_closed_over(each.cell_contents) for each in key.__closure__ or ()]
-        return ["function", _source(inspect.getfile(key)), _primitives(), key.__qualname__, *_leaves(key_of(cells))]
+        leaves += ["function", _source(inspect.getfile(key)), _primitives(), key.__qualname__]
+        _add_leaves(leaves, key_of(cells))
+        return
     value = key.value if isinstance(key, Same) else key
     text = repr(value)
     if " at 0x" in text or isinstance(value, np.ndarray | jax.Array):
         raise TypeError(f"no digest of {text}: it has no value of its own")
-    return [text]
+    leaves.append(text)
 
 
 def _closed_over(value: Any) -> Any:

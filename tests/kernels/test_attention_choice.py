@@ -151,6 +151,7 @@ def test_known_shapes_take_what_was_fastest(batch, length, model, rows, parts, i
     assert (forward.rows, backward.keys.parts, backward.keys.adds_dquery) == (rows, parts, is_one)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(
     "given",
     [{"batch": 4}, {"queries": 300, "keys": 500}, {"size": 64, "is_causal": False}, {"size": 256, "batch": 4},

@@ -50,6 +50,7 @@ def test_reductions():
     assert cross_entropy(logits, jnp.full((2, 2), -1), reduction="mean") == 0
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
 @pytest.mark.parametrize("dtype", ["int32", "uint8"])

@@ -65,6 +65,7 @@ CUT = {"splits": 3, "stages": 2}
 WHOLE = {"splits": 1, "warpgroups": 1}
 
 
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize(
     ("config", "options"), [(CUT, {}), (CUT, {"window": 40}), (WHOLE, {"scale": -0.2}), (WHOLE, {"scale": 0.0})]
 )
@@ -89,6 +90,7 @@ def test_lengths_of_every_kind(config, options, seed):
 PAGED = {"splits": 2, "stages": 2}
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("config", [CUT, WHOLE, PAGED])
 @pytest.mark.usefixtures("interpreter")
 def test_new_tokens_are_written_before_they_are_read(config, seed):
@@ -109,6 +111,7 @@ def test_new_tokens_are_written_before_they_are_read(config, seed):
         np.testing.assert_array_equal(np.asarray(value, np.float32), np.asarray(wanted, np.float32))
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("transform", ["vmap", "shard_map", "shard_map, checked"])
 @pytest.mark.usefixtures("interpreter")
 def test_new_tokens_of_several_calls(transform, seed):

@@ -28,6 +28,7 @@ def as_written(table, ids, mode):
     return table[ids] if mode == "promise_in_bounds" else jnp.take(table, ids, axis=0, mode=mode)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
 @pytest.mark.parametrize("rows", [4, 17], ids=["product", "kernels"])

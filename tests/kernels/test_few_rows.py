@@ -137,6 +137,7 @@ HEADS = {
 }
 
 
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_of_weights_beside_each_other(name, seed):
     config, size, m, is_normed = HEADS[name]

@@ -105,6 +105,7 @@ def rotated(y, angles, size):
     return np.stack([first * cosine - second * sine, second * cosine + first * sine], 2).reshape(y.shape)
 
 
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize(
     ("config", "size"),
     [

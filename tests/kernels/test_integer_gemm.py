@@ -34,6 +34,7 @@ def operands(seed, m, k, n, dtype):
     return x, pack(values) if dtype == jnp.uint8 else values.astype(dtype), scales, residual, exact
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(
     ("config", "sizes", "dtype"),
     [

@@ -47,6 +47,7 @@ CASES = [
 ]
 
 
+@pytest.mark.drawn(1 / 2, of_each="op")
 @pytest.mark.parametrize(("op", "spec"), CASES)
 def test_kernels_are_right_or_say_what_is_missing(op, spec, seed):
     def draw(seed, implementation: str | None = "mosaic"):

@@ -22,7 +22,7 @@ IMPLEMENTATIONS = ("mosaic", "xla")
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 
-# test_interpreter_as_shipped.py has a whole and a ragged shape of each operation in each run.
+# test_interpreter_as_shipped.py has another shape of each operation in each run.
 @pytest.mark.drawn(1 / 8, of_each="op")
 @pytest.mark.parametrize(("op", "spec"), CASES)
 def test_values_and_gradients(op, spec, seed):
@@ -35,7 +35,7 @@ def test_values_and_gradients(op, spec, seed):
         testing.check(op, spec, None, seed=seed)
 
 
-@pytest.mark.drawn(1 / 4)
+@pytest.mark.drawn(1 / 6)
 @pytest.mark.parametrize("op", REGISTRY.values(), ids=list(REGISTRY))
 def test_values_and_gradients_without_jit(op, seed):
     def draw(seed):
@@ -55,7 +55,7 @@ def stacked_cases(op, spec, seed):
     return (first, second), batched, shared, cotangents
 
 
-@pytest.mark.drawn(1 / 4)
+@pytest.mark.drawn(1 / 6)
 @pytest.mark.parametrize(("op", "spec"), TRANSFORMED)
 def test_vmap(op, spec, seed):
     @jax.jit
@@ -77,7 +77,7 @@ def test_vmap(op, spec, seed):
     testing.assert_draws_within(draw, seed, "vmap")
 
 
-@pytest.mark.drawn(1 / 6)
+@pytest.mark.drawn(1 / 12)
 @pytest.mark.parametrize("check_vma", [False, True], ids=["unchecked", "checked"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("op", "spec"), TRANSFORMED)

@@ -194,6 +194,7 @@ def test_xla_does_not_merge_the_gradients_of_the_weights():
     assert not {"concatenate", "slice", "copy"} & opcodes(lambda x, dq, dk: weight_gradients(x, (dq, dk)))
 
 
+@pytest.mark.drawn(1 / 4)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
     "config",

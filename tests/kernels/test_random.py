@@ -82,6 +82,7 @@ def test_known_mask():
     assert mask.astype(int).tolist() == [[1, 0, 1, 1, 1, 0, 1, 0], [0, 0, 0, 1, 1, 0, 0, 0]]
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("rate", [0.5, 0.1, 0.01])
 @pytest.mark.parametrize("features", [1024, 1023])  # odd rows: pairs lie across their ends
 def test_elements_that_share_a_word_are_dropped_independently(rate, features):

@@ -144,6 +144,7 @@ def test_pipelines_fit_in_shared_memory(features, itemsize):
                 assert config.blocks_per_core * block_bytes <= 228 * 1024
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

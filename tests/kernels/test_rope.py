@@ -55,6 +55,7 @@ def test_a_warpgroup_shares_a_tile_evenly(size, vector):
     assert tile.rows * tile.half % (128 * tile.vector) == 0
 
 
+@pytest.mark.drawn(1 / 4)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -97,7 +97,7 @@ def test_parts_compute_what_one_device_does(name, cpus, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(1 / 10, of_each="op")
+@pytest.mark.drawn(1 / 20)
 @pytest.mark.filterwarnings("ignore::pallas_kernels.KernelWarning")  # and dropout by a key is left to XLA
 @pytest.mark.parametrize(
     ("op", "spec"), [(op, spec) for op in SHARED for spec in op.tagged("test")], ids=lambda each: each.name

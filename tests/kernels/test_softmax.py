@@ -114,6 +114,7 @@ def test_long_rows_in_shared_memory(seed, features, dtype):
     np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol, err_msg=f"seed={seed}")
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("mask", [None, (2, 1, 1, 256), (256,)])
 @pytest.mark.parametrize("kind", ["boolean", "additive"])

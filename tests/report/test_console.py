@@ -40,6 +40,7 @@ def test_columns_are_left_out_before_rows_are_listed():
     assert "\n  HBM GB counted: 3.32  −72%" in texts[40]
 
 
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize("words", [["targets"], ["kernels"], ["strategies"], ["study", "--list"]])
 def test_without_utf_8_what_can_be_written_is(words):
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "COLUMNS": "60"}

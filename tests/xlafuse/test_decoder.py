@@ -49,6 +49,7 @@ def generate(decoder, params, prompts, count, *, length):
     return jnp.concatenate(tokens, axis=1)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("config", [LLAMA, GPT, EXPERTS], ids=["llama", "gpt", "experts"])
 def test_decoding_with_a_cache_takes_the_likeliest_tokens(config):
     decoder = Decoder(config)
@@ -92,6 +93,7 @@ def test_an_unknown_model_is_named_with_the_nearest():
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize("phase", ["train", "decode"])
 def test_equal_layers_lower_each_kernel_once(phase, monkeypatch):
     """Mosaic takes a fifth of a second for each, and XLA as much again."""

@@ -82,6 +82,7 @@ def assert_agrees_with_jax(options, operands):
         assert passed, (error, baseline)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_is_that_of_jax(name):
     assert_agrees_with_jax(OPTIONS[name], arrays())

@@ -114,6 +114,7 @@ def test_a_recording_of_a_case_has_its_launches(comparison: Comparison, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize(("shape", "strategy"), [((1, 512), "xla_cudnn"), ((1, 512), "best")])
 def test_the_launches_are_the_kernels_that_an_h200_ran(shape: tuple[int, int], strategy: str):
     pytest.importorskip("jax_plugins.xla_cuda13")

@@ -103,6 +103,7 @@ def numpy_experts(config: BlockConfig, params: dict, token: np.ndarray) -> np.nd
     return sum(w * (h @ params["down"][expert]) for w, h, expert in zip(weights, hidden, best, strict=True))
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(
     "config", [LLAMA, GPT2, EXPERTS, dataclasses.replace(LLAMA, is_causal=False)], ids=lambda c: c.name
 )
@@ -121,6 +122,7 @@ def test_block_is_what_numpy_computes(config, shape):
     np.testing.assert_allclose(found, numpy_block(config, params, x, positions), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_bfloat16_is_near_float32(preset):
     config = dataclasses.replace(get_preset(preset), hidden_size=256, mlp_size=512)

@@ -226,6 +226,7 @@ CALLS = {
 }
 
 
+@pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("case", CALLS)
 def test_multi_head_attention(case, dtype):

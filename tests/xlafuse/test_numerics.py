@@ -120,6 +120,7 @@ NORMS = FusionPlan(attention_norm="mosaic", mlp_norm="mosaic")
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1 / 2)
 @pytest.mark.parametrize("mode", ["forward", "grad"])
 @pytest.mark.parametrize("preset", ["llama3-8b", "gpt2-medium"])
 def test_pallas_plan_keeps_the_bound(preset, mode):
