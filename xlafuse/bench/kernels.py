@@ -56,9 +56,9 @@ def is_wanted(spec: str, match: str) -> bool:
 
 def check_match(operations: Sequence[str], match: str) -> None:
     """Raises UnknownNameError, with the nearest names, unless `match` selects a benchmark shape of the operations."""
-    names = [short_spec(spec.name) for name in operations for spec in get_op(name).tagged("bench")]
+    names = [spec.name for name in operations for spec in get_op(name).tagged("bench")]
     if not any(is_wanted(name, match) for name in names):
-        raise UnknownNameError("shape", match, dict.fromkeys(names))
+        raise UnknownNameError("shape", match, dict.fromkeys(map(short_spec, names)))
 
 
 def bench_operation(op: OpSpec, settings: Settings, sampler: Sampler | None = None) -> Iterator[ShapeResult | str]:
