@@ -166,7 +166,7 @@ UNET: dict[Size, Levels] = {  # Stable Diffusion 1.5
     "page": Levels(batch=4, side=64, widths=(320, 640), blocks=1, heads=8, context=640),
     "real": Levels(batch=4, side=64, widths=(320, 640, 1280, 1280), blocks=2, heads=8, context=768),
 }
-UMT5: dict[Size, Stack] = {  # base, and T5's targets of spans; exact float32 products of more take minutes to tune
+UMT5: dict[Size, Stack] = {  # base, and T5's targets of spans
     "tiny": replace(_TINY, targets=8),
     "page": replace(_PAGE, width=768, heads=12, hidden=2048, targets=114),
     "real": replace(_PAGE, batch=4, width=768, layers=12, heads=12, hidden=2048, targets=114, vocabulary=256384),
