@@ -14,7 +14,7 @@ from pallas_kernels.primitives.platform import is_interpreted
 
 
 def fence() -> None:
-    """Shows what a thread has written to shared memory to TMA and products that start after a barrier it arrives at.
+    """Lets TMA and products that start after a barrier see what a thread wrote to shared memory before it arrived.
 
     `plgpu.commit_smem` also lets the warpgroup's threads wait for each other, which the barrier does anyway.
     """
