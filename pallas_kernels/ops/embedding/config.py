@@ -81,7 +81,7 @@ def is_product(rows: int, itemsize: int) -> bool:
 
 
 def is_too_narrow(table: tuple[int, ...], itemsize: int) -> bool:
-    """Returns whether the kernels cannot compute the gradient of a table of so few features, nor a product."""
+    """Returns whether a table has too few features for the kernels, and too many rows for a product."""
     rows, features = table
     return features < THREADS and not is_product(rows, itemsize)
 
