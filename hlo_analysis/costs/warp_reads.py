@@ -29,7 +29,7 @@ _LOSSES = frozenset(
 _MOVES = frozenset(
     ("transpose", "broadcast", "bitcast", "reshape", "slice", "pad", "reverse", "concatenate", "reduce")
 )  # fmt: skip
-"""What gives an element another index."""
+"""Instructions whose elements have other indices than their operands'."""
 
 
 def strided_bytes(body: Mapping[str, Instruction], root: Instruction, kind: LaunchKind, threads: int) -> int:

@@ -227,16 +227,17 @@ def test_outputs_that_leave_in_parts_while_the_next_queries_come(interpreter, le
 
 @pytest.mark.drawn(1 / 3)
 @pytest.mark.parametrize(
-    ("length", "window", "segments"), [(400, (260, 0), None), (264, (100, 20), None), (400, (260, 0), [318])]
+    ("length", "window", "segments", "columns"),
+    [(400, (260, 0), None, 128), (264, (100, 20), None, 128), (400, (260, 0), [318], 64)],
 )
-def test_windows_dealt_out(interpreter, length, window, segments, seed):
-    """Segments may leave no full tile between those that either end of a window cuts."""
+def test_windows_dealt_out(interpreter, length, window, segments, columns, seed):
+    """Segments may leave no full tile between those that a window's ends cut; the right end cuts two short ones."""
     query, key, value = operands(seed, queries=length, keys=length, heads=1)
     if segments is not None:
         segments = jnp.searchsorted(jnp.asarray(segments), jnp.arange(length), side="right")[None]
     given = {"window": window, "segment_ids": segments}
     problem, extras = problem_of(query, key, is_causal=False, **{**NOTHING, **given})
-    config = ForwardConfig(own_output=True)
+    config = ForwardConfig(own_output=True, columns=columns)
     assert problem.masking.has_sides(config.rows, config.columns) == (window[0] == 260 and segments is None)
     out, lse = attention_forward(query, key, value, extras, problem=problem, config=config)
     want, want_lse = attention_reference(query, key, value, return_residuals=True, **given)

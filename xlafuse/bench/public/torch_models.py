@@ -123,7 +123,7 @@ class _Experts(torch.nn.Module):
 
 
 class _UNet(torch.nn.Module):
-    """The U-Net of diffusers, which finds an image's noise."""
+    """The U-Net of diffusers, which predicts the noise in an image."""
 
     def __init__(self, levels: sizes.Levels):
         super().__init__()
@@ -132,7 +132,7 @@ class _UNet(torch.nn.Module):
         self.network = UNet2DConditionModel(**configs.unet(levels))
 
     def forward(self, labels: torch.Tensor | None = None, **batch: torch.Tensor) -> tuple[torch.Tensor]:
-        """Returns the loss, or the noise where there are no labels."""
+        """Returns the loss, or the predicted noise if there are no labels."""
         return _error(self.network(**batch, return_dict=False)[0], labels)
 
 
@@ -145,7 +145,7 @@ def _noisy(levels: sizes.Levels) -> dict[str, torch.Tensor]:
 
 
 def _error(result: torch.Tensor, labels: torch.Tensor | None) -> tuple[torch.Tensor]:
-    """Returns the mean square of the error, or the result where there are no labels."""
+    """Returns the mean squared error, or the result if there are no labels."""
     return (result if labels is None else (result - labels).float().square().mean(),)
 
 
